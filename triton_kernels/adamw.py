@@ -13,7 +13,8 @@ from .arguments import FLOATS, require, require_apart, require_same, threads_of
 from .routes import route
 from .scalars import Scalars, checked_scalars
 
-# Elements that `adamw_reference` computes at a time. Its float64 temporaries take about 100 bytes per element.
+# The number of elements that `adamw_reference` updates at a time. Its temporary tensors take about 100 bytes per
+# element.
 PIECE_ELEMENTS = 1 << 20
 
 
@@ -34,30 +35,35 @@ def adamw(
     decoupled: bool = True,
     threads: int | None = None,
 ) -> None:
-    """Does one AdamW step in place, in one pass over memory; bit-identical on CPU and GPU, for any number of threads.
+    """Does one AdamW step in place, in one pass over memory.
 
-    On CPU the results are bit-identical to `torch.optim.AdamW(fused=True)`, with one exception: torch computes the
-    second moment of the last elements of each thread's share (`numel % 16` with AVX-512) in another order.
+    The results are bit-identical on CPU and GPU, and for any number of threads.
+
+    On CPU the results are bit-identical to `torch.optim.AdamW(fused=True)`, with one exception. Each thread of torch
+    updates a share of the elements. For the last elements of each share (`numel % 16` elements with AVX-512), torch
+    computes the second moment in another order of operations.
 
     Args:
         master: the parameter, fp32, updated in place.
-        grad: the gradient, fp32, bf16 or fp16; only read.
+        grad: the gradient, fp32, bf16 or fp16; not changed.
         exp_avg: first moment, fp32, updated in place.
         exp_avg_sq: second moment, fp32, updated in place.
-        out16: receives the updated parameter, bf16 or fp16, rounded to nearest even; None for fp32 parameters.
+        out16: receives the updated parameter in bf16 or fp16, rounded to nearest even. None if the parameter itself is
+            fp32.
         lr: learning rate.
-        betas: decay of the two moments, each in [0, 1).
+        betas: the decays of the two moments, each in [0, 1).
         eps: added to the denominator.
         weight_decay: the parameter is multiplied by `1 - lr * weight_decay`.
-        step: the number of this update, which counts from 1.
-        grad_scale: the factor that **multiplies** the gradient, in fp32 (torch's argument of that name divides).
-        maximize: if true, the step ascends instead of descends.
-        decoupled: False for Adam: `weight_decay` times the parameter is added to the gradient (L2) instead. The results
-            are then bit-identical to `torch.optim.Adam(fused=True)`, with the same exception.
-        threads: CPU only; None means `torch.get_num_threads()`.
+        step: the number of this update; the first update is 1.
+        grad_scale: the fp32 factor that **multiplies** the gradient. torch's argument `grad_scale` divides the gradient
+            instead.
+        maximize: if true, the step maximizes the loss instead of minimizing it.
+        decoupled: False for Adam, which adds `weight_decay` times the parameter to the gradient (L2) instead. The
+            results are then bit-identical to `torch.optim.Adam(fused=True)`, with the exception described above.
+        threads: the number of threads on CPU; None means `torch.get_num_threads()`.
 
     Raises:
-        ConfigError: a tensor or a number is wrong; the message says which. Nothing has been changed.
+        ConfigError: an argument is not valid. The message names this argument. Nothing has been changed.
     """
     scalars = checked_scalars(
         lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale, maximize=maximize,
@@ -100,7 +106,7 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """Does the update of `adamw`, bit for bit, in plain torch operations, for devices without a kernel."""
+    """Does the update of `adamw` with plain torch operations, for devices without a kernel. The bits are the same."""
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
@@ -122,8 +128,9 @@ def _formula(
         g = _fma(p, torch.full_like(p, s.l2), g)
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
-    # A float64 root rounded to fp32 is correctly rounded; torch's fp32 root on CPU is sometimes off by the last bit.
-    # The divisor is a tensor: a GPU would multiply by the reciprocal of a Python number, which rounds twice.
+    # Compute the root in float64, and round the root to fp32. The result is correctly rounded, while the last bit of
+    # torch's own fp32 root on CPU is sometimes wrong. Divide by a tensor: instead of dividing by a Python number, a GPU
+    # would multiply by the reciprocal of the number, and would so round twice.
     denominator = v.double().sqrt().float() / torch.full_like(v, s.bias2_root) + s.eps
     return p + (m * s.step_size) / denominator, m, v
 
@@ -131,8 +138,8 @@ def _formula(
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Returns `a * b + c` in fp32, rounded once.
 
-    The product of two fp32 is exact in float64. The sum is rounded to odd in float64, so that rounding it to fp32 gives
-    the same result as a single rounding.
+    The product of two fp32 numbers is exact in float64. The sum is rounded to odd in float64. Rounding this sum to fp32
+    then gives the same result as a single rounding.
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend

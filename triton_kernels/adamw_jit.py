@@ -1,4 +1,4 @@
-"""The Triton body of `adamw`: the CPU kernel's arithmetic, operation for operation."""
+"""The Triton body of `adamw`. It does the same operations as the CPU kernel, in the same order."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     grad_factor, decay, l2, first_weight, beta2, one_minus_beta2, bias2_root, eps, step_size,
     L2: tl.constexpr, FROM_GRADIENT: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one block. Each fma is explicit, and `enable_fp_fusion=False` in `launch` forbids any other fma."""
-    # Converts to 64 bits before the multiplication: a tensor may have more than 2^31 elements.
+    """Updates one block of elements.
+
+    Only the explicit `tl.fma` calls fuse, because of `enable_fp_fusion=False` in `launch`.
+    """
+    # Convert to 64 bits before the multiplication, because a tensor may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < numel
     p = tl.load(master + offsets, mask=inside) * decay
@@ -54,7 +57,7 @@ def launch(
     """Queues the update of dense, non-empty tensors on one device."""
     device = master.device
     numel = master.numel()
-    # Without a 16-bit output the kernel never uses this pointer.
+    # Without `out16`, the kernel never uses this pointer.
     out = flat(master if out16 is None else out16)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         adamw_kernel[(triton.cdiv(numel, BLOCK),)](

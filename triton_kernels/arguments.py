@@ -1,4 +1,4 @@
-"""Checks a kernel's arguments before it takes the addresses of tensors."""
+"""Checks the arguments of a kernel before the kernel uses the addresses of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-# A dtype's index is its code in the Rust extension.
+# The index of a dtype in this tuple is the dtype's code in the Rust extension.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -24,16 +24,16 @@ def require(name: str, tensor: object, dtypes: tuple[torch.dtype, ...] = FLOATS)
     """Checks that `tensor` is a dense torch tensor of one of `dtypes`, and returns it.
 
     Raises:
-        ConfigError: `tensor` is something else; the message contains `name` and says what to do.
+        ConfigError: `tensor` is not such a tensor. The message contains `name` and says what to do.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} is a {type(tensor).__name__}: pass a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise ConfigError(f"{name} is {_short(tensor.dtype)}: pass {' or '.join(map(_short, dtypes))}")
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{name} has layout {tensor.layout}: pass a dense tensor, as tensor.to_dense() makes")
+        raise ConfigError(f"{name} has layout {tensor.layout}: pass a dense tensor, for example tensor.to_dense()")
     if tensor.is_meta:
-        raise ConfigError(f"{name} is on the meta device and holds no values")
+        raise ConfigError(f"{name} is on the meta device and has no values: pass a tensor on CPU or CUDA")
     if tensor.numel() and not any(_dense_in(tensor, order) for order in _FORMATS):
         raise ConfigError(
             f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): "
@@ -53,20 +53,20 @@ def require_same(first: tuple[str, torch.Tensor], others: Mapping[str, torch.Ten
     """Checks that the tensors have one device, one shape and one order of dimensions, so that their elements match.
 
     Raises:
-        ConfigError: a tensor differs from `first`; the message names both.
+        ConfigError: a tensor differs from `first`. The message names the two tensors.
     """
     name, tensor = first
     for other_name, other in others.items():
         if other.device != tensor.device:
-            raise ConfigError(f"{other_name} is on {other.device} and {name} on {tensor.device}: use one device")
+            raise ConfigError(f"{other_name} is on {other.device}, but {name} is on {tensor.device}: use one device")
         if other.shape != tensor.shape:
             raise ConfigError(
-                f"{other_name} has shape {tuple(other.shape)} and {name} {tuple(tensor.shape)}: they must agree"
+                f"{other_name} has shape {tuple(other.shape)}, but {name} has {tuple(tensor.shape)}: use one shape"
             )
         if other.numel() and other.stride() != tensor.stride() and not _same_order(other, tensor):
             raise ConfigError(
-                f"{other_name} has strides {other.stride()} and {name} {tensor.stride()}: "
-                f"lay both out alike, as torch.empty_like({name}) does"
+                f"{other_name} has strides {other.stride()}, but {name} has {tensor.stride()}: use the same strides, "
+                f"as torch.empty_like({name}) does"
             )
 
 
@@ -77,24 +77,24 @@ def _same_order(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def require_apart(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Checks that no two tensors share a byte: a kernel's single pass would read values that it has just written.
+    """Checks that no two tensors share memory. Otherwise a kernel would read values that it has just written.
 
     Raises:
-        ConfigError: two tensors overlap; the message names both.
+        ConfigError: two tensors overlap. The message names the two tensors.
     """
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in tensors if t.numel()
     )
     for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
-            raise ConfigError(f"{name} and {other} overlap in memory: pass tensors that share no bytes")
+            raise ConfigError(f"{name} and {other} overlap in memory: pass tensors that share no memory")
 
 
 def factor_of(name: str, value: float) -> float:
-    """Returns `value` as a float that is finite in fp32.
+    """Returns `value` as a float, after checking that it is finite in fp32.
 
     Raises:
-        ConfigError: `value` is not a number, or exceeds the range of fp32.
+        ConfigError: `value` is not a number, or is outside the range of fp32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} is a {type(value).__name__}: pass a float")
@@ -104,7 +104,7 @@ def factor_of(name: str, value: float) -> float:
 
 
 def threads_of(threads: int | None) -> int:
-    """Returns how many threads to use: `threads`, or torch's own count for None.
+    """Returns the number of threads to use: `threads`, or `torch.get_num_threads()` if `threads` is None.
 
     Raises:
         ConfigError: `threads` is not a positive integer.

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Elements that `check_and_unscale_reference` converts to float64 at a time: at most 32 MiB of temporaries.
+# The number of elements that `check_and_unscale_reference` converts to float64 at a time. The temporary tensors then
+# take at most 32 MiB.
 PIECE_ELEMENTS = 1 << 22
-# Bytes that one thread checks within a millisecond or two; `checked` uses one thread for smaller tensors.
+# The number of bytes that one thread checks in one or two milliseconds. `checked` uses one thread for a tensor of at
+# most this size.
 _ALONE_BYTES = 16 << 20
 
 
@@ -31,26 +33,26 @@ def check_and_unscale(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiplies gradients by `inv_scale` in place, finds non-finite elements and sums the squares, in one pass.
 
-    Each element is read as fp32, multiplied once, and rounded to its own dtype; nothing is written if `inv_scale` is 1.
-    Both results describe the products. The sum of squares is exact and rounded once, at the end, so order, number of
-    threads, division into tensors and device do not change a bit. The exception is a device without a kernel: there,
-    each addition rounds.
+    Converts each element to fp32, multiplies it once, and rounds the product to the dtype of its tensor. Writes nothing
+    if `inv_scale` is 1. Both results describe the products. The sum of squares is exact, and is rounded once at the
+    end. So the result is bit-identical for any order, any number of threads, any division into tensors, and any device
+    that has a kernel. On a device without a kernel, each addition rounds.
 
-    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. It does not
-    synchronise; reading a result does.
+    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. The call does not
+    wait for the device, but reading a result does.
 
     Args:
-        grads: a tensor or several, on one device, fp32, bf16 or fp16, contiguous. Sizes may be zero.
-        inv_scale: the factor, finite in fp32.
-        threads: CPU only; None means `torch.get_num_threads()`.
+        grads: one or several contiguous tensors of fp32, bf16 or fp16, on one device. A tensor may be empty.
+        inv_scale: the factor; must be finite in fp32.
+        threads: the number of threads on CPU; None means `torch.get_num_threads()`.
 
     Returns:
-        `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients. The
-        norm is inf or NaN if an element is not finite.
+        `found_nonfinite` (bool) and `squared_norm` (float64), both 0-dim and on the device of the gradients.
+        `squared_norm` is inf or NaN if an element is not finite.
 
     Raises:
-        ConfigError: a tensor has another dtype or device or is not contiguous, or, if `inv_scale` is not 1, two
-            tensors overlap. Nothing has been changed.
+        ConfigError: a tensor is not contiguous, or has another dtype or device; or two tensors overlap and `inv_scale`
+            is not 1. Nothing has been changed.
     """
     tensors = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     factor = factor_of("inv_scale", inv_scale)
@@ -59,7 +61,7 @@ def check_and_unscale(
     for name, tensor in zip(names, tensors, strict=True):
         require(name, tensor)
         if tensor.device != tensors[0].device:
-            raise ConfigError(f"{name} is on {tensor.device} and {names[0]} on {tensors[0].device}: use one device")
+            raise ConfigError(f"{name} is on {tensor.device}, but {names[0]} is on {tensors[0].device}: use one device")
     if factor != 1.0:
         require_apart(zip(names, tensors, strict=True))
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -81,21 +83,26 @@ def check_and_unscale(
 
 
 def checked(values: torch.Tensor) -> tuple[bool, Squares]:
-    """Returns whether an element of a tensor in host memory is not finite, and the exact sum of squares."""
+    """Returns whether an element of a tensor is not finite, and the exact sum of squares.
+
+    The tensor is in host memory.
+    """
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
-    # torch's threads spin after an operation. They would delay our threads for longer than one thread needs for a small
-    # tensor.
+    # torch's threads spin after an operation. For a small tensor, they would delay our threads for longer than one
+    # thread needs to check the tensor.
     threads = torch.get_num_threads() if values.nbytes > _ALONE_BYTES else 1
     return _core.kernel_check([place] if values.numel() else [], 1.0, threads)
 
 
 def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-    """Queues the check of tensors on a device; does not wait for it.
+    """Queues the check of tensors on a device. Does not wait for the device.
 
     Args:
-        tensors: as for `check_and_unscale`; the current stream reads them.
-        sums: from `new_sums`, with a row for each tensor. The kernel adds to the rows, and `found_in` reads them.
+        tensors: the tensors to check, with the requirements of `check_and_unscale`. The current stream reads these
+            tensors.
+        sums: a result of `new_sums` with one row for each tensor. The kernel adds to the rows, and `found_in` reads the
+            rows.
     """
     for index, tensor in enumerate(tensors):
         require(f"tensors[{index}]", tensor)
@@ -111,17 +118,17 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
 def _check_rust(tensors: Sequence[torch.Tensor], factor: float, threads: int) -> tuple[torch.Tensor, torch.Tensor]:
     places = [(t.data_ptr(), FLOATS.index(t.dtype), t.numel()) for t in tensors]
     found, squares = _core.kernel_check(places, factor, threads)
-    # `device` is explicit, because torch's default device may not be the CPU.
+    # Pass `device`, because torch's default device may not be the CPU.
     return torch.tensor(found, device="cpu"), torch.tensor(rounded(squares), dtype=torch.float64, device="cpu")
 
 
 def check_and_unscale_reference(
     tensors: Sequence[torch.Tensor], factor: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does the work of `check_and_unscale` in plain torch operations, for devices without a kernel."""
+    """Does the work of `check_and_unscale` with plain torch operations, for devices without a kernel."""
     found = torch.zeros((), dtype=torch.bool, device=device)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    # The factor is rounded to fp32, as in the kernels, and not to the dtype of each tensor.
+    # Round the factor to fp32, as the kernels do, instead of to the dtype of each tensor.
     factor32 = torch.tensor(factor, dtype=torch.float32, device=device)
     for tensor in tensors:
         for piece in torch.split(flat(tensor.detach()), PIECE_ELEMENTS):

@@ -1,10 +1,10 @@
-"""The Triton body of `check_and_unscale`: one launch for each dtype, which reads every element once.
+"""The Triton body of `check_and_unscale`. One launch checks all tensors of a dtype, and reads every element once.
 
-The sums are exact in any order, because the kernel adds integers: the square of a finite fp32 is a multiple of 2^-298
-(see `memascend.tensors`). A program reads its chunk tile by tile. The first tile determines a grid (see
-[Note: grids] in `squares_jit.py`) on which nearly all values of a chunk are integers, and each lane adds their squares.
-A tile with much larger or smaller values determines a new grid. A tile with some values too small for the grid is read
-again, with finer grids for those values.
+The kernel adds integers, so the sums are exact in any order: the square of a finite fp32 number is a multiple of
+2^-298. A program reads its chunk tile by tile. The first tile determines a grid for which nearly all values of the
+chunk are multiples of one unit (see [Note: grids] in `squares_jit.py`). Each lane adds the squares of these values as
+integers. A tile with much larger or smaller values determines a new grid. If some values of a tile are too small for
+the grid, the program reads the tile again, and uses finer grids for the small values.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Elements that a program checks. A program of one warp needs no barriers.
+# The number of elements that a program checks. A program has one warp, so it needs no barriers.
 CHUNK = 32768
 WARPS = 1
-# Rows of a tile. A lane loads 16 bytes per row and keeps the tile in 32 registers, so 8 of its loads are in flight.
+# The number of rows of a tile. A lane loads 16 bytes of each row into registers, so 8 loads of a lane are in flight at
+# once.
 ROWS = 8
 
 _INFINITE: tl.constexpr = tl.constexpr(INFINITE)
@@ -50,8 +51,8 @@ _NAN: tl.constexpr = tl.constexpr(NAN)
 _DIGIT: tl.constexpr = tl.constexpr(DIGIT)
 _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 _DIGITS: tl.constexpr = tl.constexpr(DIGITS)
-# A tile determines a new grid if a grid for its largest value would be more than this many powers of two below the
-# present grid.
+# A tile determines a new grid if the grid for its largest value would be more than this many powers of two finer than
+# the current grid.
 _SLACK: tl.constexpr = tl.constexpr(8)
 
 
@@ -75,7 +76,7 @@ def _find(table, count, chunk):  # type: ignore[no-untyped-def]
 def _read(  # type: ignore[no-untyped-def]
     data, start, numel, factor, UNSCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Reads a tile, multiplies it in place if UNSCALE, and returns the magnitudes as fp32 bits."""
+    """Reads a tile, multiplies its elements in place if UNSCALE, and returns their magnitudes as fp32 bits."""
     offsets = start + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
     # A whole tile needs no mask, so Triton reads 16 bytes at a time.
     if start + ROWS * COLUMNS <= numel:
@@ -98,13 +99,13 @@ def check_kernel(  # type: ignore[no-untyped-def]
     GRID: tl.constexpr, LOWEST: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Checks one chunk of `data`, or, with MANY, of the tensor that `table` has for this program.
+    """Checks one chunk of a tensor: of `data`, or, with MANY, of the tensor that `table` assigns to this program.
 
-    `table` has four rows of `count` int64, each with an entry per tensor: the number of chunks up to and including the
-    tensor, its address, its length, and the offset of its row in `sums`. A significand has BITS bits, and LEAST is the
-    smallest exponent field, as in fp32, of a normal value.
+    `table` has four rows of `count` int64 values. Each row has one entry per tensor. The rows are: the number of chunks
+    up to and including the tensor, the tensor's address, its length, and the offset of its row in `sums`. A significand
+    has BITS bits. LEAST is the exponent field of the dtype's smallest normal value after a conversion to fp32.
     """
-    # Converts to 64 bits before the multiplication: a tensor may have more than 2^31 elements.
+    # Convert to 64 bits before the multiplication, because a tensor may have more than 2^31 elements.
     chunk = tl.program_id(0).to(tl.int64)
     if MANY:
         which, chunk = _find(table, count, chunk)
@@ -113,14 +114,15 @@ def check_kernel(  # type: ignore[no-untyped-def]
         data = tl.load(table + count + which).to(tl.pointer_type(DTYPE))
         if ALIGNED:
             data = tl.multiple_of(data, 16)
-    # Triton passes an argument of 1 as a constant, which has no `.to`. Adding a tensor of zero makes it a tensor.
+    # Triton passes an argument that is 1 as a constant, which has no `.to`. Adding a zero tensor makes `numel` a
+    # tensor.
     numel += tl.zeros((), tl.int64)
     start = chunk * CHUNK
     end = tl.minimum(start + CHUNK, numel)
     low = tl.zeros((COLUMNS,), tl.int64)
     middle = low
     high = low
-    # No magnitude is below a ceiling of 0, so the first tile determines a grid.
+    # Every magnitude is at or above a ceiling of 0, so the first tile determines a grid.
     ceiling = tl.zeros((), tl.int32)
     floor = ceiling
     top = ceiling
@@ -131,7 +133,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
         is_bad = largest >= INFINITY
         if is_bad:
             largest = largest_of(tl.where(magnitudes < INFINITY, magnitudes, 0))
-        # Keeps one power of two in reserve, because later tiles may have larger values.
+        # Keep one power of two in reserve, because later tiles may have larger values.
         wanted = tl.minimum(tl.maximum((largest >> 23) + 1, LOWEST), 254)
         if (largest >= ceiling) | ((largest > 0) & (wanted + _SLACK < top)):
             if top > 0:
@@ -142,11 +144,11 @@ def check_kernel(  # type: ignore[no-untyped-def]
             top = wanted
             ceiling = (top + 1) << 23
             floor = floor_of(top, GRID, BITS, LEAST)
-        # Zeros are on every grid, so they do not count as too small.
+        # Zeros are on every grid, so ignore zeros when looking for the smallest value.
         if smallest < floor:
             smallest = smallest_of(tl.where(magnitudes > 0, magnitudes, INFINITY))
         if is_bad | (smallest < floor):
-            # `squares_by_row` reads the products that other lanes have just stored; it does not multiply them again.
+            # `squares_by_row` reads the products that other lanes have just stored, so wait for these stores.
             if UNSCALE:
                 tl.debug_barrier()
             more_low, more_middle, more_high = squares_by_row(
@@ -163,7 +165,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
-    """Rounds one row of sums once, to float64, ties to even. Writes this and whether an element is not finite."""
+    """Rounds one row of sums to float64, ties to even. Writes the result, and whether an element was not finite."""
     zero = tl.zeros((), tl.int64)
     carry = zero
     # `high` is the highest digit that is not zero, and `top` is its index. `middle` and `low` are the two digits below
@@ -211,23 +213,26 @@ _FORMATS = {
 
 
 def constants(dtype: torch.dtype) -> dict[str, object]:
-    """Returns the compile-time arguments of `check_kernel` for elements of `dtype`."""
+    """Returns the compile-time arguments of `check_kernel` for tensors of `dtype`."""
     stored, bits, least = _FORMATS[dtype]
     is_narrow = dtype.itemsize == 2
     grid, lowest = (NARROW.value, NARROW_TOP.value) if is_narrow else (WIDE.value, WIDE_TOP.value)
-    # Each lane has 16 bytes of a row, and sums the columns in these bytes.
+    # Each lane has 16 bytes of each row. It sums the columns in these bytes.
     columns = WARPS * 32 * 16 // dtype.itemsize
     assert CHUNK // columns <= (NARROW_COUNT if is_narrow else WIDE_COUNT)
     return {
         "DTYPE": stored, "GRID": grid, "BITS": bits, "LEAST": least, "CHUNK": CHUNK, "ROWS": ROWS, "COLUMNS": columns,
-        # This grid contains the smallest values of fp16 and fp32. A grid with the smallest value of bf16 would need a
-        # scale above 2^127.
+        # For fp16 and fp32, the lowest grid contains the smallest values of the dtype. For bf16, such a grid would need
+        # a scale above 2^127.
         "LOWEST": max(lowest, least + grid - bits),
     }  # fmt: skip
 
 
 def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch.Tensor) -> None:
-    """Queues the check of dense, non-empty tensors, given as (row of `sums`, tensor); does not wait for it."""
+    """Queues the check of dense, non-empty tensors. Does not wait for the device.
+
+    `placed` has pairs of a row of `sums` and a tensor.
+    """
     by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for row, tensor in placed:
         by_dtype.setdefault(tensor.dtype, []).append((row, tensor))
@@ -246,7 +251,10 @@ def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch
 
 
 def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queues the rounding of one row of sums; returns whether an element is not finite, and the sum, on the device."""
+    """Queues the rounding of one row of sums.
+
+    Returns, on the device, whether an element was not finite, and the sum.
+    """
     squares = torch.empty((), dtype=torch.float64, device=sums.device)
     found = torch.empty((), dtype=torch.uint8, device=sums.device)
     with _on(sums.device):
@@ -255,7 +263,7 @@ def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    # Entering a device takes microseconds, and the device is usually the current one.
+    # Entering a device takes microseconds, and `device` is usually the current device.
     is_current = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
@@ -265,5 +273,6 @@ def _table(group: Sequence[tuple[int, torch.Tensor]], chunks: Sequence[int], dev
     rows = [ends, [t.data_ptr() for _, t in group], [t.numel() for _, t in group]]
     rows.append([row * SUMS for row, _ in group])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    # A copy from pinned memory is queued, like the launch that reads it; a copy from pageable memory would synchronise.
+    # Copy from pinned memory: the copy is then queued before the launch, but a copy from pageable memory would
+    # synchronise.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -1,4 +1,4 @@
-"""Chooses the implementation for a device, with the reason: Rust, Triton or plain torch."""
+"""Chooses the implementation of the kernels for a device: Rust, Triton or plain torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 
 from memascend import _core
 
-# bfloat16 arithmetic in Triton needs Ampere; the tests compile the kernels ahead of time for 8.0 to 12.0.
+# bfloat16 arithmetic in Triton requires compute capability 8.0 (Ampere). The tests compile the kernels for 8.0 to 12.0.
 CAPABILITY_MIN = (8, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
-    """The implementation for a device.
+    """The implementation of the kernels for a device.
 
     Attributes:
         name: "rust", "triton" or "torch".
-        why: the instruction set of "rust"; the compute capability of "triton"; why no kernel is available, for "torch".
+        why: for "rust", the instruction set; for "triton", the compute capability; for "torch", the reason why no
+            kernel is available.
     """
 
     name: str
@@ -28,13 +29,13 @@ class Route:
 
 
 def route(device: torch.device | str) -> Route:
-    """Returns the implementation for tensors on `device`, with the reason.
+    """Returns the implementation for tensors on `device`, and the reason for it.
 
     Args:
         device: "cpu", "cuda:0" and so on.
 
     Returns:
-        The route. "torch" works everywhere and is slow; its `why` says what is missing.
+        The route. "torch" works on every device, but is slow. Its `why` names what is missing for a kernel.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -58,5 +59,5 @@ def _cpu() -> Route:
 def _cuda(capability: tuple[int, int]) -> Route:
     found = f"compute capability {capability[0]}.{capability[1]}"
     if capability < CAPABILITY_MIN:
-        return Route(name="torch", why=f"{found} is older than 8.0, which the Triton kernels need")
+        return Route(name="torch", why=f"{found} is too old; the Triton kernels need 8.0 or newer")
     return Route(name="triton", why=found)

@@ -1,4 +1,4 @@
-"""Computes the scalars of an Adam step for all implementations, in float64, rounded to fp32."""
+"""Computes the scalars of an Adam step for all implementations. Computes in float64, and rounds to fp32."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from .arguments import factor_of
 
 @dataclasses.dataclass(frozen=True)
 class Scalars:
-    """The scalars of a step, the same for every element; each float is exact in fp32.
+    """The scalars of a step, which are the same for all elements. Each float is exact in fp32.
 
     Attributes:
-        grad_factor: the factor of the gradient, negative if the loss is maximised.
+        grad_factor: the factor of the gradient; negative if the loss is maximised.
         decay: `1 - lr * weight_decay`, the factor of the parameter (AdamW).
-        l2: `weight_decay`; this multiple of the parameter is added to the gradient (Adam); 0 for AdamW.
-        first_weight: the weight of `g - m` in the first moment: `1 - beta1` if that is below one half, else `-beta1`.
-        from_gradient: if true, the first moment is computed from `g` instead of `m`, as torch interpolates from the
-            nearer end.
+        l2: the multiple of the parameter that is added to the gradient: `weight_decay` for Adam, 0 for AdamW.
+        first_weight: the weight of `g - m` in the first moment: `1 - beta1` if `1 - beta1` is below one half, else
+            `-beta1`.
+        from_gradient: if true, the weighted difference is added to `g` instead of `m`, because torch interpolates from
+            the nearer end.
         beta2: the decay of the second moment.
         one_minus_beta2: the weight of the squared gradient in the second moment.
         bias2_root: the square root of the second bias correction.
@@ -51,7 +52,7 @@ def checked_scalars(
     maximize: bool,
     decoupled: bool,
 ) -> Scalars:
-    """Returns the scalars of step `step`, which counts from 1.
+    """Returns the scalars of step number `step`; the first step is 1.
 
     Raises:
         ConfigError: a hyperparameter is outside the range that torch's own optimizers accept.
@@ -61,7 +62,7 @@ def checked_scalars(
         raise ConfigError(f"betas is {betas!r}: pass a pair of numbers")
     beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(betas))
     if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 53:
-        raise ConfigError(f"step is {step!r}: pass the number of this update, which counts from 1")
+        raise ConfigError(f"step is {step!r}: pass the number of this update, as an int from 1")
     factor = factor_of("grad_scale", grad_scale)
     lr, eps, weight_decay = numbers
     fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))

@@ -1,11 +1,13 @@
-"""Adds squares of floats as integers in Triton: lanes add squares on a grid, programs add lanes to a sum's digits.
+"""Adds squares of floats as integers in Triton.
 
-A magnitude is the bits of an fp32 without its sign.
+Each lane of a program adds squares on a grid. Each program then adds the results of its lanes to the digits of a sum.
 
-[Note: grids] An exponent field `top` defines a grid for values below 2^(top - 126): the multiples of 2^(top - 154) on
-the narrow grid, of 28 bits, or of 2^(top - 177) on the wide grid, of 51 bits (23 upper and 28 lower bits). A value is
-on the grid if it is such a multiple. Its square is then an integer in units that depend on `top` alone, and lanes
-add these integers exactly.
+A magnitude has the bits of an fp32 number without the sign.
+
+[Note: grids] An exponent field `top` defines a narrow grid and a wide grid for values below 2^(top - 126). The narrow
+grid has 28 bits and consists of the multiples of 2^(top - 154). The wide grid has 51 bits (23 upper and 28 lower bits)
+and consists of the multiples of 2^(top - 177). If a value is on a grid, its square is an integer in units that depend
+only on `top`, so that lanes can add squares exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .sums import DIGIT, INFINITE, NAN
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
 NARROW: tl.constexpr = tl.constexpr(28)
 WIDE: tl.constexpr = tl.constexpr(51)
-# The most squares that a lane may add without an overflow of int64.
+# The largest number of squares that a lane may add without an overflow of int64.
 NARROW_COUNT, WIDE_COUNT = 128, 256
 # The smallest `top` for which the scale of `squares_of` is finite and the grid is not finer than 2^-149.
 NARROW_TOP: tl.constexpr = tl.constexpr(27)
@@ -32,21 +34,22 @@ _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 
 @triton.jit
 def largest_of(tile):  # type: ignore[no-untyped-def]
-    """Returns the largest element."""
+    """Returns the largest element of a tile."""
     return tl.max(tl.max(tile, 0), 0)
 
 
 @triton.jit
 def smallest_of(tile):  # type: ignore[no-untyped-def]
-    """Returns the smallest element."""
+    """Returns the smallest element of a tile."""
     return tl.min(tl.min(tile, 0), 0)
 
 
 @triton.jit
 def floor_of(top, GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the smallest magnitude from which on every value is on the grid. See [Note: grids].
+    """Returns the smallest magnitude M such that all values of magnitude M or more are on the grid. See [Note: grids].
 
-    Returns 0 if the grid contains the last bit of values with the exponent LEAST: no value has a smaller last bit.
+    Returns 0 if the grid contains the last bit of values with the exponent LEAST, because no value has a smaller last
+    bit.
     """
     smallest = top - (GRID - BITS)
     return tl.where(smallest > LEAST, smallest << 23, 0)
@@ -56,8 +59,9 @@ def floor_of(top, GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr): 
 def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the sum of the squares of each column, as three integers. All values must be on the grid.
 
-    On the narrow grid, they are one sum in units of 2^(2 top - 308), and two zeros. On the wide grid, they are three
-    sums, in units of u = 2^(2 top - 354), of 2^29 u, and of 2^56 u.
+    On the narrow grid, the three integers are one sum, in units of 2^(2 top - 308), and two zeros. On the wide grid,
+    they are three sums: the first in units of u = 2^(2 top - 354), the second in units of 2^29 u, the third in units of
+    2^56 u.
     """
     values = magnitudes.to(tl.float32, bitcast=True)
     if GRID == NARROW:
@@ -67,7 +71,8 @@ def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-
         middle = tl.zeros_like(low)
         high = middle
     else:
-        # Multiplied by 2^(149 - top), values are below 2^23. Adding 2^23 rounds them to integers, in the lower 23 bits.
+        # After a multiplication by 2^(149 - top), values are below 2^23. Adding 2^23 then rounds a value to an integer,
+        # which is in the lower 23 bits of the result.
         values = values * ((276 - top) << 23).to(tl.float32, bitcast=True)
         shifted = values + 8388608.0
         upper = (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)
@@ -81,8 +86,9 @@ def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def add_columns(sums, top, low, middle, high, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds the sums of all lanes to the digits in `sums`, which all programs share."""
-    # Sums halves of 32 bits, so that no sum overflows, then turns them into digits of 28 bits with carries.
+    """Adds the sums of all lanes to the digits in `sums`. All programs share `sums`."""
+    # Sum the 32-bit halves of the integers separately, so that no sum overflows. Then convert the sums to digits of 28
+    # bits, with carries.
     first = tl.sum(low & 0xFFFFFFFF, 0)
     second = tl.sum(low >> 32, 0) << 4
     third = tl.zeros((), tl.int64)
@@ -106,7 +112,7 @@ def add_columns(sums, top, low, middle, high, GRID: tl.constexpr):  # type: igno
             carry += fourth
         part = (carry & _DIGIT_MASK) << shift
         carry = carry >> _DIGIT
-        # Adds less than 2^29 to a digit at a time, so that the digit does not overflow for a tensor of any size.
+        # Each call adds less than 2^29 to a digit, so that a digit does not overflow for a tensor of any size.
         above += part & _DIGIT_MASK
         tl.atomic_add(into + place, above, mask=above != 0, sem="relaxed")
         above = part >> _DIGIT
@@ -125,10 +131,10 @@ def squares_by_row(  # type: ignore[no-untyped-def]
     data, start, numel, top, floor, sums,
     GRID: tl.constexpr, BITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns what `squares_of` returns for the values of a tile that are on the grid.
+    """Returns the result of `squares_of` for those values of a tile that are on the grid.
 
-    Adds the squares of smaller values, and the numbers of infinities and NaNs, to `sums`. Reads the tile again row by
-    row, so that `check_kernel` needs no more registers.
+    Adds the squares of values that are too small for the grid, and the numbers of infinities and NaNs, to `sums`. Reads
+    the tile again row by row, so that `check_kernel` needs no additional registers.
     """
     low = tl.zeros((COLUMNS,), tl.int64)
     middle = low
@@ -148,8 +154,8 @@ def squares_by_row(  # type: ignore[no-untyped-def]
         high += more_high
     tl.atomic_add(sums + _INFINITE, infinite, mask=infinite > 0, sem="relaxed")
     tl.atomic_add(sums + _NAN, nan, mask=nan > 0, sem="relaxed")
-    # Each iteration adds the values below `floor` on a wide grid for smaller values. Values that are too small for this
-    # grid wait for the next iteration.
+    # Each iteration adds the squares of values below `floor`, on a wide grid for smaller values. Values that are also
+    # too small for this grid are added in the next iteration.
     while below > 0:
         limit = floor
         top = tl.maximum(below >> 23, WIDE_TOP)

@@ -1,4 +1,7 @@
-"""Keeps exact sums of squares on a device, as rows of digits: kernels add to them, `found_in` reads the totals."""
+"""Keeps exact sums of squares on a device, each as a row of digits.
+
+Kernels add to the digits. `found_in` reads the total of each row.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,31 @@ if TYPE_CHECKING:
     from memascend.tensors import Squares
 
 
-# Bits of a digit. A digit is an int64 and may exceed 28 bits: kernels add to it without a carry, and readers propagate
-# the carries.
+# The number of bits of a digit. A digit is stored as int64, and may exceed 28 bits for a while: kernels add to a digit
+# without a carry, and readers propagate the carries.
 DIGIT = 28
-# Digits of a sum, in units of 2^-298: enough for 2^40 squares, each below 2^554 units.
+# The number of digits of a sum. A sum counts units of 2^-298. The digits can hold the sum of 2^40 squares, each below
+# 2^554 units.
 DIGITS = 22
-# Columns with the numbers of infinities and of NaNs.
+# The columns of a row that have the number of infinities and the number of NaNs.
 INFINITE, NAN = DIGITS, DIGITS + 1
-# Numbers (int64) in a row. A row has 256 bytes, so two rows share no cache line.
+# The number of int64 values in a row. A row has 256 bytes, so that two rows share no cache line.
 SUMS = 32
 
 # `_add_piece` splits a square of 48 bits into halves of this many bits.
 _LOWER_BITS = 24
-# Elements that `add_reference` computes at a time. Its temporaries take about 50 bytes per element.
+# The number of elements that `add_reference` processes at a time. Its temporary tensors take about 50 bytes per
+# element.
 _PIECE_ELEMENTS = 1 << 20
 
 
 def new_sums(count: int, device: torch.device) -> torch.Tensor:
-    """Makes `count` rows, each with a sum of zero."""
+    """Makes `count` rows. Each row is a sum of zero."""
     return torch.zeros(count, SUMS, dtype=torch.int64, device=device)
 
 
 def found_in(sums: torch.Tensor) -> list[tuple[bool, Squares]]:
-    """Returns for each row whether an element is not finite, and the exact sum of squares; waits for the device."""
+    """Returns for each row whether an element was not finite, and the exact sum of squares. Waits for the device."""
     return [_found(row) for row in sums.tolist()]
 
 
@@ -50,7 +55,10 @@ def _found(row: list[int]) -> tuple[bool, Squares]:
 
 
 def add_reference(placed: Sequence[tuple[int, torch.Tensor]], sums: torch.Tensor) -> None:
-    """Adds squares in plain torch operations. The digits may differ from the kernel's digits; the totals are equal."""
+    """Adds squares with plain torch operations.
+
+    The digits may differ from the kernel's digits, but the totals are equal.
+    """
     for row, tensor in placed:
         for piece in torch.split(flat(tensor.detach()), _PIECE_ELEMENTS):
             _add_piece(piece.float().view(torch.int32).long(), sums[row])

@@ -82,11 +82,11 @@ class Region:
 
         Args:
             nbytes: bytes to map.
-            pin: "auto" pins as well as the system allows: `pinned` says how, and `why_not` why the memory is not
-                registered with CUDA. "mlock" or "cuda" insists, and raises a ConfigError with the reason and the remedy
-                if this pinning is impossible. False pins nothing.
-            on_fork: what a forked child sees in the memory. With "copy" it sees a copy, as of ordinary memory. With
-                "wipe" it sees zeros, and this process keeps its huge pages and shares no memory with the child.
+            pin: "auto" pins as well as the system allows. `pinned` then tells how the memory is pinned, and `why_not`
+                tells why the memory is not registered with CUDA. "mlock" and "cuda" pin in exactly the named way; if
+                that is impossible, a ConfigError gives the reason and the remedy. False pins nothing.
+            on_fork: what a forked child sees in the memory. "copy": a copy of the contents, as with ordinary memory.
+                "wipe": zeros; this process then keeps its huge pages and shares none of the memory with the child.
             owner: the name under which `regions()` lists the region.
 
         Raises:
@@ -95,11 +95,11 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that were asked for."""
+        """The number of bytes that were requested."""
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes that are mapped: `nbytes` rounded up to the page."""
+        """The number of bytes that are mapped: `nbytes`, rounded up to whole pages."""
 
     @property
     def pinned(self) -> Literal["mlock", "cuda", False]:
@@ -107,22 +107,22 @@ class Region:
 
     @property
     def why_not(self) -> str | None:
-        """Why the memory is not registered with CUDA although `pin` is "auto"; else None."""
+        """The reason why `pin="auto"` did not register the memory with CUDA; None in all other cases."""
 
     @property
     def huge_bytes(self) -> int:
-        """The bytes that are on huge pages now. Asks the kernel, which takes milliseconds."""
+        """The number of bytes that are on huge pages now. Reading it asks the kernel, which takes milliseconds."""
 
     @property
     def why_not_huge(self) -> str | None:
-        """Why some bytes are not on huge pages; None if all bytes that can be on huge pages are."""
+        """The reason why some bytes are not on huge pages; None if all bytes that can be on huge pages are there."""
 
     @property
     def closed(self) -> bool:
         """True once `close()` was called."""
 
     def close(self) -> None:
-        """Ends new leases and every wait for one. A second call does nothing.
+        """Rejects new leases, and ends every wait for a lease. A second call does nothing.
 
         Unmaps the memory now, or once the last tensor in it is gone.
         """
@@ -133,20 +133,20 @@ class Region:
 class Arena:
     """A region that is divided once, as planned, into slots of exact sizes.
 
-    Leasing never allocates or fragments memory. A lease takes a slot of the smallest class that holds it, never a slot
-    of a larger class, so leases that the plan admits are granted in every order.
+    Leasing never allocates or fragments memory. A lease takes a slot of the smallest class that is large enough, and
+    never a slot of a larger class. So the planned leases can be granted in any order.
     """
 
     def __new__(cls, region: Region, classes: Mapping[int, int]) -> Arena:
         """Divides `region` into `classes`, given as {bytes: count}. A region belongs to one arena at a time.
 
         Raises:
-            BudgetError: the region is too small; `smallest` is the size of the region that works.
+            BudgetError: the region is too small; `smallest` is the smallest size of a region that works.
             UsageError: the region is closed, or still belongs to another arena.
         """
 
     def lease(self, nbytes: int, timeout: float | None = None, owner: str = "user") -> Lease:
-        """Takes a slot of `nbytes`; waits up to `timeout` seconds (None: without limit) until one is free.
+        """Takes a slot of `nbytes`; waits up to `timeout` seconds (None: without limit) until such a slot is free.
 
         Ctrl-C ends the wait.
 
@@ -166,15 +166,16 @@ class Arena:
     def stats(self) -> dict[str, Any]:
         """Returns the arena's counters.
 
-        "capacity" (bytes planned), "reserved" (with alignment), "in_use" (bytes of the taken slots), "bytes" (asked for
-        by the present leases) and its "peak", "leases", "waits", "wait_seconds", "tables" (bytes of the arena's own
-        records), "classes" (a list of "bytes", "count", "in_use", "peak") and "owners" (by name: "bytes", "peak",
-        "leases", "waits", "wait_seconds").
+        The keys are "capacity" (planned bytes), "reserved" (planned bytes with alignment), "in_use" (bytes of the taken
+        slots), "bytes" (bytes that the present leases requested), "peak" (the largest value of "bytes" so far),
+        "leases" (number of present leases), "waits" (number of leases that had to wait), "wait_seconds" (total time of
+        these waits), "tables" (bytes of the arena's own tables), "classes" (for each class: "bytes", "count", "in_use",
+        "peak") and "owners" (by name: "bytes", "peak", "leases", "waits", "wait_seconds").
         """
 
 @final
 class HostArena:
-    """An arena of planned classes, {bytes: count}. Each slot that is added later has a region of its own."""
+    """An arena of planned classes, {bytes: count}. Each slot that is added later has its own region."""
 
     def __new__(cls, classes: Mapping[int, int]) -> HostArena:
         """Allocates the planned slots.
@@ -212,14 +213,17 @@ class HostArena:
         """The bytes of all memory that the arena holds; 0 once it is closed."""
 
     def close(self) -> None:
-        """Ends new leases and every wait for one. Each region returns to the system once its last lease is gone."""
+        """Rejects new leases, and ends every wait for a lease.
+
+        Each region returns to the system once its last lease is gone.
+        """
 
 @final
 class ChunkRing:
-    """Equal staging chunks that threads hand to each other."""
+    """Staging chunks of equal size, which threads pass to each other."""
 
     def __new__(cls, chunk_bytes: int, count: int, pin: Literal["auto", "mlock", "cuda", False] = "auto") -> ChunkRing:
-        """Makes `count` chunks of `chunk_bytes` in a region of the ring's own, which is pinned as `Region` describes.
+        """Makes `count` chunks of `chunk_bytes` in the ring's own region, which is pinned as `Region` describes.
 
         A forked child sees zeros in the chunks, because staged data is not for the child.
         """
@@ -243,7 +247,7 @@ class FileMemory:
     """The bytes of a file as a writable buffer, valid while this object lives; see `memascend.memory.file_memory`."""
 
     def __new__(cls, descriptor: int, nbytes: int) -> FileMemory: ...
-    # The buffer protocol has been visible from Python since 3.12.
+    # Python shows the buffer protocol as `__buffer__` since 3.12.
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -256,12 +260,12 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that were asked for."""
+        """The number of bytes that were requested."""
 
     def tensor(self, shape: int | tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor in the leased bytes, without a copy. It has the bytes that the slot has now.
+        """Returns a tensor in the leased bytes, without a copy. Its values are the bytes that the slot contains now.
 
-        The lease lives exactly as long as the last view of the tensor, whatever happens to this object.
+        The slot stays leased until the last view of the tensor is gone, even if this `Lease` is gone before.
 
         Raises:
             ConfigError: the tensor does not fit.
@@ -269,14 +273,14 @@ class Lease:
         """
 
     def release(self) -> None:
-        """Gives an unused lease back at once.
+        """Returns the lease at once, if no tensor uses it.
 
         Raises:
-            UsageError: a tensor still lives in the lease, or the lease was returned before.
+            UsageError: a tensor in the leased bytes still exists, or the lease was returned before.
         """
 
     def close(self) -> None:
-        """Gives the lease back as `release` does, unless it was returned before."""
+        """Returns the lease as `release` does, unless it was returned before."""
     def __enter__(self) -> Lease: ...
     def __exit__(self, *_raised: object) -> None: ...
     @property
@@ -288,27 +292,28 @@ class Lease:
 
 @final
 class LeaseBuffer:
-    # The buffer protocol has been visible from Python since 3.12.
+    # Python shows the buffer protocol as `__buffer__` since 3.12.
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Layout:
-    """The memory that an arena's classes take: bytes asked for, and bytes reserved with every slot aligned for I/O."""
+    """The memory that an arena's classes take: requested bytes, and reserved bytes with each slot aligned for I/O."""
 
     @property
     def asked(self) -> int:
-        """The bytes that were asked for."""
+        """The number of bytes that were requested."""
 
     @property
     def reserved(self) -> int:
         """The bytes that a region for the arena needs."""
 
 def ignore_captures() -> bool:
-    """Makes calls of this thread harmless to CUDA graphs that other threads capture.
+    """Makes CUDA calls of this thread safe while other threads capture CUDA graphs.
 
-    In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
-    could not be set. If that is because the process has not loaded the CUDA driver, no thread captures.
+    In CUDA's default mode, a capture in another thread fails if this thread queries whether a copy has ended. Returns
+    False if the mode of this thread could not be changed. The mode cannot be changed before the process has loaded the
+    CUDA driver, but then no thread captures a graph.
     """
 
 def is_file_memory(address: int) -> bool:
@@ -332,19 +337,23 @@ def regions() -> list[dict[str, Any]]:
     """Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Makes the C library serve large allocations by mappings from now on, and occupies the holes of its heap.
+    """Makes the C library serve large allocations by mmap from now on, and fills the holes of its heap.
 
-    `MEMASCEND_MALLOC=system` in the environment leaves the heap alone. If the environment sets glibc's own variables,
-    the heap is only trimmed.
+    With `MEMASCEND_MALLOC=system` in the environment, the function does not change the heap. If the environment sets
+    glibc's own variables, the function only returns free heap memory to the system.
     """
 
 def begin_heap_backward() -> None:
-    """Marks the start of a backward; call it before each one. The first call sets the baseline for the first step."""
+    """Marks the start of a backward; call this function before each backward.
+
+    The first call notes how many bytes the process has touched. `end_heap_step` counts only bytes touched later.
+    """
 
 def end_heap_step(backwards: int, model_bytes: int) -> None:
-    """Ends a step of `backwards` backwards.
+    """Ends a step that ran `backwards` backward passes.
 
-    Returns free heap memory to the system; or, if the backwards touched much memory, keeps freed memory from now on.
+    The function returns free heap memory to the system. But if each backward pass touched far more than `model_bytes`,
+    and enough memory is available, the heap keeps freed memory from now on.
     """
 
 @final
@@ -352,8 +361,8 @@ class Volume:
     """One address space over one or several devices; `memascend.nvme.open()` makes it. Any thread may use it.
 
     Operations on different bytes never disturb each other, even inside one block of the device. Wait for an operation
-    before you begin another one on the same bytes. Closing, dropping and the end of the interpreter wait for operations
-    in flight.
+    before you begin another one on the same bytes. `close()`, dropping the volume, and the end of the interpreter wait
+    for operations in flight.
     """
 
     def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
@@ -376,20 +385,20 @@ class Volume:
         """
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits for every write that was begun before, and makes it survive a loss of power, on every device.
+        """Waits for all writes that have begun, and makes them survive a loss of power, on every device.
 
         Raises:
             StorageError: a device failed to flush. Every later flush fails, too, because the system has dropped data
-                that it could not write. Or the ticket of a write was dropped, and the write failed; this error is
-                raised once.
-            TimeoutExpired: the flush did not end in time; it goes on.
+                that it could not write. A write that failed after its ticket was dropped also raises a StorageError,
+                once.
+            TimeoutExpired: the flush did not end in time; it continues.
         """
 
     def close(self) -> None:
         """Waits for operations in flight, then closes the devices. A second call does nothing. Does not flush.
 
         Raises:
-            StorageError: the ticket of a write was dropped, and the write failed. The volume is closed all the same.
+            StorageError: a write failed after its ticket was dropped. The volume is closed nevertheless.
         """
 
     @property
@@ -402,9 +411,9 @@ class Volume:
 
     @property
     def alignment(self) -> int:
-        """Unless offset, length and address are multiples of this, a transfer copies the bytes.
+        """A transfer copies its bytes unless its offset, length and address are multiples of this number.
 
-        With 1, no transfer copies bytes.
+        If the number is 1, no transfer copies bytes.
         """
 
     @property
@@ -413,11 +422,11 @@ class Volume:
 
     @property
     def why_not(self) -> str | None:
-        """Why the backend is "threads" although the caller's choice allowed io_uring; else None."""
+        """The reason why `backend` is "threads" although the caller allowed io_uring; None in all other cases."""
 
     @property
     def direct(self) -> bool:
-        """True if every device bypasses the page cache; `devices()` says why a device does not."""
+        """True if every device bypasses the page cache; `devices()` gives the reason if a device does not."""
 
     @property
     def queue_depth(self) -> int:
@@ -429,9 +438,10 @@ class Volume:
     def stats(self) -> dict[str, Any]:
         """Returns the counts since the volume was opened.
 
-        "read" and "written" (each "bytes", "operations", "requests"), "flushes", "failed" operations, transfers that
-        were "continued" after stopping short, requests "retried", "bounced_bytes" (copied because they were not
-        aligned), operations "in_flight".
+        The keys are "read" and "written" (each with "bytes", "operations" and "requests"), "flushes", "failed" (failed
+        operations), "continued" (continuations of transfers that the system ended early), "retried" (repeated
+        requests), "bounced_bytes" (bytes that were copied because they were not aligned), and "in_flight" (operations
+        that have not ended).
         """
     def __enter__(self) -> Volume: ...
     def __exit__(self, *_raised: object) -> None: ...
@@ -451,8 +461,9 @@ class Volume:
 class Ticket:
     """An operation in flight.
 
-    Dropping the ticket cancels nothing: the operation goes on, and keeps its memory alive until it ends. If a write
-    fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises its error, once.
+    Dropping the ticket does not cancel the operation: the operation continues, and keeps its memory alive until it
+    ends. If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the error
+    of the write, once.
     """
 
     def wait(self, timeout: float | None = None) -> int:
@@ -466,7 +477,7 @@ class Ticket:
 
         Raises:
             StorageError: the device failed the operation.
-            TimeoutExpired: the operation did not end in time; it goes on.
+            TimeoutExpired: the operation did not end in time; it continues.
         """
 
     def done(self) -> bool:
@@ -476,17 +487,17 @@ def dlpack(address: int, nbytes: int, kind: int, index: int, owner: object) -> o
 def io_uring_why_not() -> str | None:
     """Returns why this process cannot use io_uring; None if it can."""
 
-# A tensor of a description: name, dtype, shape.
+# The description of a tensor: name, dtype, shape.
 _Tensor: TypeAlias = tuple[str, str, list[int]]
-# A record: whether it is a buffer, its unit, its values, its state, the order of its dimensions, the dtype of its
-# spilled gradients, the format of its state; and, if it has rows of a parameter, the number of its first element in
-# that parameter.
+# The description of a record: whether it is a buffer, the index of its unit, its values, its state, the order of its
+# dimensions, the dtype of its spilled gradients, the format of its state. The last item is an index if the record has
+# only some rows of a parameter: the index of the record's first element in the whole parameter.
 _Described: TypeAlias = tuple[bool, int, _Tensor, list[_Tensor], list[int], str | None, str | None, int | None]
-# A commit of a run with several ranks: the run's id, the number and the identity of the commit, this rank, the number
-# of ranks.
+# The description of a commit of several ranks: the run's id, the number and the identity of the commit, the number of
+# this rank, the number of ranks.
 _Run: TypeAlias = tuple[bytes, int, bytes, int, int]
-# Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. Momentum: lr,
-# (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
+# The numbers of one update. Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed.
+# Momentum: lr, (momentum, dampening), None, weight decay, nesterov, step, gradient scale, maximize, seed.
 _Numbers: TypeAlias = tuple[float, tuple[float, float], float | None, float, bool, int, float, bool, int]
 
 @disjoint_base
@@ -522,9 +533,9 @@ class Store:
 
         The dict has "uuid", "generation", "step", "optimizer", "units", "devices" and more.
 
-        A store of several ranks also has "run" (the run's id), "common" (the commit's number), "identity" (an id that
-        distinguishes the commit from the same commit of another continuation of the run), "rank" and "ranks". All of
-        these except "rank" are equal on all ranks.
+        A store of several ranks also has "run" (the run's id), "common" (the commit's number), "identity" (an id of the
+        commit, which differs between commits of the same number if the run was continued twice from an earlier commit),
+        "rank" and "ranks". All of these except "rank" are equal on all ranks.
         """
 
     def index(self, name: str) -> int:
@@ -546,8 +557,8 @@ class Store:
     def hold(self, names: Sequence[str], *, registered: bool = False) -> None:
         """Keeps these records, and no other records, in RAM from now on. Only `refresh` reads the records into RAM.
 
-        Takes "record_bytes" of `sizes` for each record, until the store is closed. With `registered`, the memory is
-        registered with CUDA for copies, if that is possible.
+        Each record takes the memory that `Sizes.record_bytes` gives, until the store is closed. With `registered`, the
+        memory is registered with CUDA for copies, if that is possible.
 
         Raises:
             ConfigError: the store has no such record.
@@ -558,56 +569,56 @@ class Store:
         """Reads stale or missing values and state of these records into RAM. Calls `progress(done, all)` with bytes.
 
         Raises:
-            CorruptionError: the bytes on storage differ from the written ones.
+            CorruptionError: the bytes on storage differ from the bytes that were written.
         """
 
     def keep_log(self, names: Sequence[str], steps: int) -> int:
         """Logs the gradients of records in RAM from now on, instead of writing the records in each step.
 
-        Each of these records is then written whole once every `steps` steps. The files grow by the space that the log
-        lacks. The description of each record must have `spill`, the dtype of its gradients, and the engine's own
-        kernels must update it.
+        Each record that is logged is then written whole once every `steps` steps. If the files have too little space
+        for the log, they grow. The description of each record must have `spill`, the dtype of its gradients, and the
+        engine's own kernels must update it.
 
         Returns:
             How many steps the log holds: at most `steps`, fewer if space is short, 0 if there is no space.
 
         Raises:
-            UsageError: a store with durability "none" keeps no log.
+            UsageError: the store has durability "none", with which a store cannot have a log.
         """
 
     def keep_places(self, names: Sequence[str]) -> bool:
-        """Makes second places for gradients, so that updates of these records can be deferred (`Engine.defer`).
+        """Makes room on storage, so that updates of these records can be deferred (`Engine.defer`).
 
-        Each record that may spill gets a second place for its gradient. The files grow by these places, and by the
-        space for heads of the log. Call this once, before `keep_log` and after `Engine.replay`.
+        Each record that may spill gets a second place for its gradient. The files grow by these second places, and by
+        some space for the log. Call this method once, before `keep_log` and after `Engine.replay`.
 
         Returns:
-            False, with nothing changed, if there is no space, the log is not empty, or second places exist.
+            False if there is no space, the log is not empty, or second places exist already. Nothing was changed then.
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Writes the records in RAM whose newest state only memory and the log have, as a part of the last step.
+        """Writes records in RAM to storage, if their newest state is only in RAM and (as gradients) in the log.
 
-        This empties the log.
+        The writes become a part of the last committed step. Afterwards the log is empty.
         """
 
     def give_up(self) -> None:
-        """Abandons state that only memory has, if any.
+        """Gives up state that only memory has, if there is such state.
 
-        Nothing can be committed from then on, the store stays unclosed, and the next opening reports that.
+        Afterwards nothing can be committed. The store counts as not closed, and the next opening reports that.
         """
 
     def ram_tier_unit(self, unit: str) -> torch.Tensor | None:
         """Returns the values of a unit in RAM, as the last commit left them; None unless the whole unit is in RAM.
 
-        Each record is at its "unit_offset" of the bytes. An update changes the bytes in place.
+        Each record begins at its "unit_offset". An update changes the bytes in place.
         """
 
     @property
     def ram_tier_epoch(self) -> int:
         """A count that changes when values in RAM become stale.
 
-        Until then, the memory of `ram_tier_unit` has the values of the last commit.
+        While the count stays the same, the memory of `ram_tier_unit` has the values of the last commit.
         """
 
     def spoil(self, name: str) -> None:
@@ -616,9 +627,10 @@ class Store:
     def counters(self) -> dict[str, Any]:
         """Returns counts since the store was opened.
 
-        "fetches", "fetched_bytes", "ram_tier_bytes" (taken from the RAM tier instead of storage), "wait_seconds" (in
-        `Fetch.wait`), and "read_bytes" and "written_bytes" of every transfer of the volume, including fetches and
-        updates.
+        "fetches" (units whose read began), "fetched_bytes" (bytes of units that were read from storage),
+        "ram_tier_bytes" (bytes that were taken from the RAM tier instead of storage), "wait_seconds" (time in
+        `Fetch.wait`), and "read_bytes" and "written_bytes" of all transfers of the volume, fetches and updates
+        included.
         """
 
     def commit_as(
@@ -630,16 +642,16 @@ class Store:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def compare(self, records: Sequence[int]) -> None:
-        """Selects the records, by number, that `digest` covers. Only the first call counts."""
+        """Selects the records, by number, that `digest` covers. Only the first call has an effect."""
 
     def digest(self) -> int:
-        """Returns a digest of the staged bytes and deferred updates of the records of `compare`.
+        """Returns a digest of the staged bytes and deferred updates of the records that `compare` selected.
 
         It is equal in two stores of the same records if these bytes and updates are equal.
         """
 
     def end(self) -> None:
-        """Stops all writing, also by `close()`: the committed state stays as it is."""
+        """Ends all writing: from now on nothing, not even `close()`, changes the committed state on storage."""
 
     def check_log(self) -> None:
         """Verifies the data that `Engine.replay` reads.
@@ -647,14 +659,15 @@ class Store:
         `replay` does this itself; call `check_log` if all ranks must know the result before any rank writes.
 
         Raises:
-            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+            CorruptionError: a gradient of the log, or the state that it is applied to, differs from the bytes that were
+                written.
         """
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
         """Reads and verifies all live extents; returns their number and bytes. Calls `progress(done, all)` with bytes.
 
         Raises:
-            CorruptionError: names the first damaged extent.
+            CorruptionError: an extent is damaged; the message names the first damaged extent.
         """
 
     def damaged(self) -> list[str]:
@@ -667,7 +680,7 @@ class Store:
         """Makes `close()` remove the files that were created for the store, before another process can open them."""
 
     def become_temporary(self) -> None:
-        """Tells the store that the caller removes the store's file.
+        """Makes the store accept that the caller removes the store's file.
 
         A new store then does not give the file its final name, and `lost_file` does not report the file.
         """
@@ -692,10 +705,11 @@ def checksum_of(tensor: torch.Tensor) -> str:
 
 @final
 class Fetch:
-    """A unit, or a part of one, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it.
+    """A read of a unit, or of a part of a unit, into memory; `Engine.fetch` and `UnitParts.begin` make it.
 
-    Any thread may use it. The store does not write to the slots of these values until the device has ended the reads.
-    The step after the next commit waits until then. Dropping this object waits for the device, too.
+    Any thread may use this object. The store does not write to the slots that are being read until the device has ended
+    the read. If necessary, the step after the next commit waits until the read has ended. Dropping this object waits
+    for the device, too.
     """
 
     def wait(self) -> None:
@@ -705,7 +719,8 @@ class Fetch:
 
         Raises:
             StorageError: the device failed.
-            CorruptionError: the bytes on storage differ from the written ones; the message names record and chunk.
+            CorruptionError: the bytes on storage differ from the bytes that were written; the message names record and
+                chunk.
         """
 
     def done(self) -> bool:
@@ -715,30 +730,30 @@ class Fetch:
 class UnitParts:
     """A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 
-    The store does not write to the slots of these values until each part was read once, or until this object and all
-    its reads are gone. The step after the next commit waits until then.
+    The store does not write to the unit's present slots until each part was read once, or until this object and all its
+    reads are gone. If necessary, the step after the next commit waits until then.
     """
 
     def places(self) -> list[tuple[int, int]]:
         """Returns for each part its first byte in the unit, and its number of bytes."""
 
     def begin(self, index: int, into: torch.Tensor) -> Fetch:
-        """Begins to read a part into a contiguous uint8 CPU tensor of its size, ahead of all other waiting I/O.
+        """Begins to read a part, ahead of all waiting I/O. `into` is a contiguous uint8 CPU tensor of the part's size.
 
         The tensor stays alive until the read has ended.
         """
 
 @final
 class Checkers:
-    """Threads that verify parts of units as they arrive.
+    """Threads that verify the checksums of parts of units when the parts arrive.
 
-    So the thread that copies the parts onward need not compute checksums.
+    Then the thread that copies the parts to a device need not compute checksums.
 
     The threads end when this object and every part that they verify are gone.
     """
 
     def __new__(cls, threads: int) -> Checkers:
-        """Starts `threads` threads, or as many as the system allows; without threads, `Fetch.wait` verifies parts."""
+        """Starts `threads` threads, or fewer if the system allows fewer. Without threads, `Fetch.wait` verifies."""
 
     @property
     def threads(self) -> int:
@@ -761,7 +776,7 @@ def store_sizes(
     devices: int,
 ) -> tuple[int, int, int, int, int, int, list[int], list[tuple[int, int]]]: ...
 
-# The address and the bytes of a tensor, and an object that keeps them valid.
+# The address of a tensor, its number of bytes, and an object that keeps the memory valid.
 _RamTier: TypeAlias = tuple[int, int, object]
 # The arguments of an adapter: values, gradient, state, start, count, last.
 _Adapter: TypeAlias = Callable[[LentBuffer, LentBuffer | None, list[LentBuffer], int, int, bool], None]
@@ -775,7 +790,7 @@ class LentBuffer:
 class Engine:
     """Updates the state of a store in a pipeline: reads, computes and writes the state in chunks.
 
-    Other work goes on meanwhile.
+    The caller's threads continue meanwhile.
     """
 
     def __new__(
@@ -792,13 +807,13 @@ class Engine:
 
         Args:
             store: the store to update.
-            chunks: number of staging chunks (2 to 64). Twelve keep a disk about as busy as pure I/O does; four reach
-                only 0.8 of that speed.
+            chunks: number of staging chunks (2 to 64). Twelve chunks keep a disk about as busy as pure I/O does; four
+                chunks reach only 0.8 of the speed of pure I/O.
             queue: bytes of gradients that the queue holds; a larger gradient waits until the queue is empty.
             whole: bytes of memory for one whole record, for `apply(whole=True)`.
             whole_next: bytes of memory for a second whole record, which the engine reads or writes while a function
                 computes on the first; at most `whole`. A larger record waits until the first record's memory is free;
-                with 0, every record does.
+                with 0, every record waits.
             threads: threads that update records in RAM after a commit.
         """
 
@@ -807,19 +822,21 @@ class Engine:
         """The store that the engine updates."""
 
     def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
-        """Replays the log of a store that was not closed: applies its gradients, and writes and commits their records.
+        """Replays the log of a store that was not closed: applies its gradients, and commits the results.
 
-        Call this before anything else is done with the store. The store then has the state of its last step, as memory
-        had it. An interrupted replay leaves the store as it was.
+        Call this before anything else is done with the store. Afterwards the store has the state of its last step. An
+        interrupted replay leaves the store as it was.
 
         Args:
-            progress: called with the bytes of gradients done and in total; an exception of `progress` ends the replay.
+            progress: called as `progress(done, all)` with bytes of gradients; an exception of `progress` ends the
+                replay.
 
         Returns:
             False if the store had no log.
 
         Raises:
-            CorruptionError: a gradient of the log, or the state that it is applied to, is not what was written.
+            CorruptionError: a gradient of the log, or the state that it is applied to, differs from the bytes that were
+                written.
             ConfigError: another version wrote the log, with arithmetic that this version does not know.
         """
 
@@ -844,9 +861,10 @@ class Engine:
 
         The engine holds the gradient until it has used it; do not change the gradient meanwhile.
 
-        `values` are the parameter's values in memory, as the last commit left them. If the update computes with the
-        parameter's values (float32 or compact), it takes them from `values` instead of storage, and verifies them like
-        values that it reads. The engine holds `values` as long as the gradient, and does not write to them.
+        `values` are the parameter's values in memory, as the last commit left them. If the update needs the parameter's
+        values (because they are float32, or the master is compact), it uses `values` instead of reading storage, and
+        verifies their checksums as it does for bytes that it reads. The engine holds `values` as long as the gradient,
+        and does not write to them.
 
         With `spills` the update also spills the gradient, as `spill` does; `take_back` then discards the update and
         leaves the gradient for another update.
@@ -862,13 +880,14 @@ class Engine:
     def spill(self, name: str, gradient: torch.Tensor | Lent, *, add: bool = False) -> None:
         """Queues a job that spills a gradient to storage.
 
-        With `add`, the job adds the gradient to the spilled gradient, with the bits of torch's `add_`. Returns once the
-        queue has room for the gradient. The engine holds the gradient until it has used it; do not change it meanwhile.
-        A spilled gradient is not part of a step: commits leave it, and closing the store drops it. A spill that fails
-        or is discarded leaves no gradient.
+        With `add`, the job adds the gradient to the spilled gradient, bit-identically to torch's `add_`. Returns once
+        the queue has room for the gradient. The engine holds the gradient until it has used it; do not change the
+        gradient meanwhile. A spilled gradient is not part of a step: a commit does not change it, and closing the store
+        drops it. A spill that fails or is discarded leaves no spilled gradient.
 
         Raises:
-            ConfigError: the record was described without `spill`, or the gradient has another dtype or shape.
+            ConfigError: the record was described without `spill`, or the gradient's dtype or shape differs from the
+                record's.
             UsageError: with `add`, no gradient is spilled.
             StorageError: a job of this step failed; the step can only be discarded.
         """
@@ -887,18 +906,20 @@ class Engine:
 
         Raises:
             UsageError: no gradient of the record is spilled.
-            CorruptionError: the bytes on storage differ from the written ones; the step can only be discarded.
+            CorruptionError: the bytes on storage differ from the bytes that were written; the step can only be
+                discarded.
         """
 
     def update_spilled(
         self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = (), values: torch.Tensor | None = None
     ) -> None:
-        """Queues an update like `update`, by the spilled gradient, which stays unchanged.
+        """Queues an update like `update`, but with the spilled gradient. The spilled gradient does not change.
 
         Args:
             name: the parameter.
             numbers: as in `update`.
-            factors: multiplied into the gradient in turn before the update, with the bits of torch's `mul_`.
+            factors: numbers by which the gradient is multiplied, one after the other, before the update,
+                bit-identically to torch's `mul_`.
             values: as in `update`.
 
         Raises:
@@ -906,7 +927,7 @@ class Engine:
         """
 
     def drop_spilled(self, name: str) -> None:
-        """Forgets the spilled gradient, if the record has one, after the record's queued jobs."""
+        """Drops the record's spilled gradient, if it has one, after the record's queued jobs."""
 
     def apply_at(
         self,
@@ -918,39 +939,44 @@ class Engine:
         how: tuple[bool, bool, bool],
     ) -> None: ...
     def defer(self, name: str, numbers: Adam | Momentum, *, factors: Sequence[float] = ()) -> bool:
-        """Leaves the update by the spilled gradient, multiplied by each of `factors`, to the next step.
+        """Defers an update to the next step. The update uses the spilled gradient, multiplied by each of `factors`.
 
-        The commit names the gradient, which makes the step durable. `settle_later` or a `fetch` with `settle` writes
-        the update, or the engine does so when a reader needs more of the record than `fetch` gives, or else before the
-        next commit.
+        The commit of this step refers to the gradient, so this step is durable without the update. `settle_later`, or a
+        `fetch` with `settle`, writes the update. The engine writes the update earlier if a reader needs more of the
+        record than `fetch` gives, and at the latest before the next commit.
 
         Returns:
-            False if the update has to be made now: the record is in RAM, or has no second place (`Store.keep_places`).
+            False if the update cannot be deferred and has to be made now: the record is in RAM, or has no second place
+            (`Store.keep_places`).
         """
 
     def settle_later(self, name: str) -> None:
-        """Queues a job that writes the update that the last commit left for a record, if it is not written yet."""
+        """Queues a job that writes the record's deferred update; does nothing if the update is written already."""
 
     @property
     def is_behind(self) -> bool:
-        """True if the last commit left updates: `catch_up()` must run before such a record is staged."""
+        """True if deferred updates are not written yet.
+
+        A record with a deferred update can be staged only after `catch_up()`.
+        """
 
     def catch_up(self) -> bool:
-        """Makes the updates that the last commit left, and commits them as a part of the last step.
+        """Makes the updates that the last commit deferred, and commits them as a part of the last step.
 
         Returns:
-            False if the last commit left no update.
+            False if the last commit deferred no update.
 
         Raises:
-            UsageError: something of another step is staged.
+            UsageError: a change of another step is staged.
         """
 
     def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
         """Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work.
 
-        `into` is a contiguous uint8 CPU tensor of as many bytes as `sizes` says, and begins on a page. Each record is
-        at its "unit_offset". The tensor stays alive until the fetch has ended; do not touch the tensor before. Updates
-        that the last commit left (`defer`) are computed on the way; with `settle` they are also written.
+        `into` is a contiguous uint8 CPU tensor that has the bytes of `Sizes.unit_bytes` and begins at a page boundary.
+        Each record begins at its "unit_offset". The tensor stays alive until the fetch has ended; do not use the tensor
+        before. The fetch applies updates that the last commit deferred (`defer`) to the values in `into`; with
+        `settle`, it also writes these updates to storage.
 
         Raises:
             ConfigError: the store has no such unit, or the memory does not fit.
@@ -973,7 +999,7 @@ class Engine:
     def drain(self) -> None:
         """Waits until the queue is empty.
 
-        Unlike `finish`, does not start the updates of records in RAM, which `finish` or `commit()` starts.
+        Unlike `finish` and `commit()`, it does not start updates of records in RAM.
         """
 
     def commit_as(
@@ -985,13 +1011,13 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drops queued jobs, drains running jobs, and forgets the staged step; with `name`, only for this record.
+        """Drops queued jobs, waits for running jobs, and drops the staged step; with `name`, only for this record.
 
-        Only discarding the whole step ends a failed step.
+        After a failure, only `discard()` without `name` makes the engine accept jobs again.
         """
 
     def take_back(self, name: str) -> None:
-        """Waits for a record's jobs, then forgets its staged update.
+        """Waits for a record's jobs, then drops its staged update.
 
         Unlike `discard`, it keeps a gradient that these jobs spilled.
         """
@@ -1008,7 +1034,7 @@ class Engine:
         """Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, "seconds" by activity."""
 
     def close(self) -> None:
-        """Drains running jobs and ends the thread. Uncommitted updates are lost. A second call does nothing."""
+        """Waits for running jobs, ends the engine's thread, drops uncommitted updates. A second call does nothing."""
     def __enter__(self) -> Self: ...
     def __exit__(self, *_raised: object) -> None: ...
 

@@ -56,7 +56,7 @@ class MemoryLimitError(MemascendError, MemoryError):
 
 
 class StorageError(MemascendError, OSError):
-    """A device failed, is full, is mounted or in use, or has foreign contents; or a store is unfinished or unclosed.
+    """A device failed, is full, is mounted, is in use or has foreign contents; or a store is unfinished or unclosed.
 
     Attributes:
         errno: the system's error number, or None if no system error applies.
@@ -94,7 +94,7 @@ class RankError(MemascendError, RuntimeError):
     """A rank failed, died or did not answer, so the step failed on all ranks; the message names the rank and the cause.
 
     Attributes:
-        ranks: numbers of the ranks at fault; empty if the error concerns no rank in particular.
+        ranks: numbers of the ranks at fault; empty if no particular rank is at fault.
     """
 
     _keywords = ("ranks",)

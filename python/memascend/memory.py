@@ -60,8 +60,8 @@ __all__ = [
 
 # Describes, for messages, the cost of copying between a device and host memory that is not registered with CUDA.
 UNREGISTERED = (
-    "copies to the device and back go through a buffer of the driver's, which is slower, and each copy blocks the "
-    "thread that begins it, so that few reads overlap"
+    "copies to and from the device go through a buffer of the CUDA driver, which is slower, and each copy blocks the "
+    "thread that starts it, so that few reads overlap"
 )
 
 
@@ -81,8 +81,8 @@ def file_memory(descriptor: int, nbytes: int) -> torch.Tensor:
 def free_scratch() -> None:
     """Frees the buffers that MKL caches after matrix products; buffers in use stay.
 
-    Each thread that computed a product has a team of OpenMP threads, which keep some 8 MB for each processor. Without
-    MKL the call does nothing.
+    Each thread that computed a matrix product has a team of OpenMP threads. The buffers of a team take some 8 MB for
+    each processor. Without MKL, this function does nothing.
     """
     if (free := _mkl_free_buffers()) is not None:
         free()

@@ -9,9 +9,9 @@
 Sizes and offsets are in bytes, times in seconds. The memory of a transfer belongs to the transfer until its ticket is
 done: do not change a tensor during a write, do not use a tensor during a read, and do not resize its storage.
 
-Errors: `ConfigError` for a wrong argument, also for a range past the end, before anything is done. `StorageError` if a
+Errors: `ConfigError` for a wrong argument or a range past the end of the volume; nothing was done. `StorageError` if a
 device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired` if a
-`timeout=` ran out. `UsageError` for a volume that was closed or belongs to the parent of this process.
+`timeout=` ran out. `UsageError` for a volume that was closed, or that the parent of this process opened.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ def open(  # noqa: A001
     """Opens one or several files or raw block devices as one volume.
 
     Files get no header: the byte at offset 0 is yours. `open` reserves the disk space of the whole file, so that no
-    later write finds the file system full. It extends a file to a multiple of the alignment; `size` does not include
-    the extension. It opens a raw device exclusively, and rejects a device that is mounted, in use, or contains a file
-    system, a partition table or a member of LVM, RAID or an encrypted volume. No other process can open an open volume.
+    later write finds the file system full. `open` extends a file to a multiple of the alignment; `size` does not
+    include the extension. `open` opens a raw device exclusively. It rejects a device that is mounted or in use, and a
+    device that contains a file system, a partition table or a member of LVM, RAID or an encrypted volume. While the
+    volume is open, no other process can open its files or devices.
 
     Args:
         paths: a file, a raw block device, or several of them, over which the volume is striped.
-        size: bytes of the volume. A new file needs it, and is made private (0600); existing files grow to a larger
-            `size`. None: the present size of the file or device; each of several files or devices gives as many bytes
-            as the smallest of them has.
-        queue_depth: requests that the kernel has at once, for each device (1 to 1,024; None: 16).
-        stripe: contiguous bytes on one of several devices (a multiple of 4,096; None: 1 MiB). The volume does not
-            store it: pass the same paths, in the same order, and the same stripe to find the same bytes again.
+        size: bytes of the volume. A new file needs a `size`, and is made private (0600). An existing file grows if
+            `size` is larger. None: the present size of the file or device. With several files or devices, the volume
+            uses the same number of bytes of each: the size of the smallest one.
+        queue_depth: number of requests that each device gets at once (1 to 1,024; None: 16).
+        stripe: number of contiguous bytes of the volume on one device, if it has several devices (a multiple of 4,096;
+            None: 1 MiB). The volume does not store this number. To find the same bytes again, pass the same stripe and
+            the same paths in the same order.
         backend: "auto" takes io_uring if the system supports it, else threads (`Volume.why_not` gives the reason).
 
     Raises:
         ConfigError: an argument is wrong, or the system does not support the backend.
-        StorageError: a device is full, mounted, foreign, read-only, or in use (the message names the process).
-            Everything is left as it was.
+        StorageError: a device is full, mounted, read-only or in use (the message names the process), or has foreign
+            contents. Nothing was changed.
     """
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     names = []
     for path in several:
         if not isinstance(path, str | os.PathLike):
-            raise ConfigError(f"paths must be a path or a list of paths, not {path!r} in one")
+            raise ConfigError(f"paths must be a path or a list of paths, but the list contains {path!r}")
         name = expanded(path)
         if not isinstance(name, str) or not name or "\0" in name:
-            raise ConfigError(f"{name!r} is not a path")
+            raise ConfigError(f"{name!r} is not a path: pass a text that is not empty and has no null byte")
         names.append(name)
     volume = Volume(names, size, queue_depth, stripe, backend)
     _open.add(volume)

@@ -27,7 +27,7 @@ def strides_of(shape: Sequence[int], order: Iterable[int] | None = None) -> tupl
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a one-dimensional view of a tensor without gaps, its elements in the order of their addresses."""
+    """Returns a one-dimensional view of a tensor, in the order of addresses. The tensor must not have gaps."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -39,7 +39,7 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 view of a tensor without gaps, its bytes in the order of their addresses."""
+    """Returns a uint8 view of a tensor's bytes, in the order of addresses. The tensor must not have gaps."""
     return flat(tensor).view(torch.uint8)
 
 
@@ -79,14 +79,16 @@ def rounded(squares: Squares) -> float:
     return squares / _UNITS if isinstance(squares, int) else squares
 
 
-# DLPack's numbers of device types. torch calls ROCm's GPUs "cuda", too; DLPack distinguishes them.
+# DLPack's numbers of device types. torch calls ROCm's GPUs "cuda", too, but DLPack has different numbers for CUDA and
+# ROCm.
 _KINDS = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 
 
 def lent(address: int, nbytes: int, device: torch.device, owner: Any) -> torch.Tensor:
     """Wraps `nbytes` of a device's memory at `address` in a uint8 tensor.
 
-    The tensor and its views keep `owner` alive. The function waits for no stream: the caller synchronises the streams.
+    The tensor and its views keep `owner` alive. The function does not wait for CUDA streams: the caller must
+    synchronise the streams.
     """
     index = 0 if device.index is None else device.index
     tensor: torch.Tensor = from_dlpack(_core.dlpack(address, nbytes, _KINDS[device.type], index, owner))

@@ -54,7 +54,7 @@ _PASSED_OVER = frozenset({"memascend", "torch", "contextlib", "weakref"})
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user's code that led here, past all frames of the packages in `_PASSED_OVER`."""
+    """Warns at the innermost line of user code on the call stack: skips frames of packages in `_PASSED_OVER`."""
     level, frame = 2, sys._getframe(1)  # noqa: SLF001
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         level, frame = level + 1, frame.f_back
@@ -64,7 +64,7 @@ def warn(message: str) -> None:
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-# The most names that a message lists.
+# The largest number of names that a message lists.
 _LISTED = 10
 
 
@@ -79,8 +79,9 @@ def bytes_shown(nbytes: int) -> str:
 def size_option(nbytes: int, *, up: bool = True) -> str:
     """Formats a size with three digits as options accept it, such as "2.8MiB".
 
-    The size is rounded up, so that an option that works with `nbytes` works with it, too. With `up=False` it is rounded
-    down, so that a budget just below the smallest one is never shown as the smallest one.
+    The size is rounded up, so that the shown size is not too small if `nbytes` is large enough for the option. With
+    `up=False` the size is rounded down, so that a budget just below the smallest budget is not shown as the smallest
+    budget.
     """
     # Options accept no unit above TiB.
     unit = min((max(1, nbytes).bit_length() - 1) // 10, 4)
@@ -121,7 +122,7 @@ def terabytes_shown(nbytes: int) -> str:
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Joins the first `_LISTED` names, and adds the number of further names."""
+    """Joins the first `_LISTED` names, and adds the number of names that are left out."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return separator.join(names[:_LISTED]) + more
 
@@ -169,9 +170,9 @@ def paths_listed(paths: _Path | Sequence[_Path]) -> list[str]:
     return [expanded(path) for path in several]
 
 
-# tqdm shows the bar only if the work takes longer than this.
+# tqdm shows its bar only if the work takes longer than this time.
 _PATIENCE_SECONDS = 0.5
-# The interval between lines in a log, and before the first line.
+# The time before the first line of progress in a log, and between two lines.
 _LINE_SECONDS = 15.0
 
 

@@ -4,7 +4,7 @@
 device, host memory and unlinked files.
 
 Invariant: a restored tensor has the bits of the saved one, or an error is raised; a checksum verifies bytes from
-storage. Host memory is planned. If it is full, more activations go to storage.
+storage. The plan limits the host memory for activations. Once this memory is full, activations go to storage.
 
 Not in this package: other saved tensors. `params.saved_tensors` handles views of units; autograd saves all other
 tensors as they are.

@@ -1,9 +1,10 @@
 """Offloads checkpointed activations; restores them bit-exactly.
 
-`Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With "ssd" the chunks are
-few, and their content moves to an unlinked file. With "host", if a device computes, the plan allows more chunks, and
-only the remainder moves to the file. A backward uses saved tensors in the opposite order of the forward: the tensors
-that were saved last are still in chunks, and the other tensors are read before the backward needs them.
+`Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With `activations="ssd"`
+there are few chunks, and their content moves to an unlinked file. With `activations="host"`, if a device computes, the
+plan allows more chunks. Only activations that do not fit into these chunks move to the file. A backward uses saved
+tensors in the opposite order of the forward: the tensors that were saved last are still in chunks, and the other
+tensors are read before the backward needs them.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 
 # Smaller tensors, such as masks and positions, are not offloaded.
 BYTES_MIN = 16 << 10
-# How many pieces are read ahead at most; for more pieces no chunks would be free.
+# The maximum number of pieces that are read ahead.
 _AHEAD = 64
-# How many saved tensors may still be on their way from the device when the next tensor is saved. Each of them occupies
-# device memory until its copy ends; if fewer were allowed, the device would wait for the host between two blocks.
+# How many saved tensors may still be on their way from the device when the next tensor is saved. Each of these tensors
+# occupies device memory until its copy ends. If fewer tensors were allowed, the device would wait for the host between
+# two blocks.
 _COMING = 2
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -49,7 +51,7 @@ class SavedActivation:
 
     def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
         self._owner = owner
-        # While this reference exists, no other storage gets the same address.
+        # While this reference exists, no other storage gets the address of this storage.
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
@@ -60,7 +62,8 @@ class SavedActivation:
         return self._owner.restore(self)
 
     def __del__(self) -> None:
-        # Any thread may run this method at any time, even while it holds the lock, so the pieces are only queued.
+        # Any thread may run this method at any time, even while the thread holds the lock, so the pieces are only
+        # queued.
         self._owner.dropped.append(self.pieces)
 
 
@@ -70,32 +73,34 @@ class Activations:
     def __init__(self, folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> None:
         """Allocates the first chunks.
 
-        Activations of `device` (None: of the host) wait in host memory, and in unlinked files in `folders`. Beyond the
-        first chunks, `groups` of `ACTIVATION_GROUP` chunks may be allocated; with 0, all activations go to files.
+        `device` has the activations; None if the host computes. Saved activations wait in host memory, and in unlinked
+        files in `folders`. In addition to the first chunks, up to `groups` groups of `ACTIVATION_GROUP` chunks may be
+        allocated. With 0, all activations go to files.
         """
         ((self._chunk_bytes, count),) = decision.ACTIVATION_CHUNKS.items()
         scratch = Scratch(folders, self._chunk_bytes)
         self._chunks = Chunks(scratch, self._chunk_bytes, count, [decision.ACTIVATION_GROUP] * groups, device=device)
-        # Bytes "written" to storage and "read" from it.
+        # The number of bytes "written" to storage, and the number of bytes "read" from storage.
         self.counters = self._chunks.counters
         self._device = device
         self._type = "cpu" if device is None else device.torch_device.type
         self._lock = threading.RLock()
         self._number = 0
-        # The replacements in graphs, by number, in the order in which they were saved.
+        # The `SavedActivation` objects in graphs, by number, in the order in which their tensors were saved.
         self._living: dict[int, weakref.ref[SavedActivation]] = {}
-        # The replacements by the identity of their tensors: a tensor that several checkpoints save is copied once.
+        # The `SavedActivation` objects by the identity of their tensors, so that a tensor that several checkpoints save
+        # is copied only once.
         self._known: weakref.WeakValueDictionary[tuple[Any, ...], SavedActivation] = weakref.WeakValueDictionary()
-        # The pieces of the tensors that were saved last, whose copies from the device may be under way.
+        # The pieces of the tensors that were saved last. The copies of these pieces from the device may be under way.
         self._arriving: deque[list[Piece]] = deque()
-        # The pieces of deleted replacements, until `_reap`.
+        # The pieces of deleted `SavedActivation` objects. `_reap` frees these pieces.
         self.dropped: deque[list[Piece]] = deque()
         self._closed: str | None = None
 
     # --- calls of the saved-tensor hooks -------------------------------------------
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """Returns the replacement of a tensor that a checkpoint saves; any other tensor unchanged.
+        """Returns a `SavedActivation` for a tensor that a checkpoint saves; returns any other tensor unchanged.
 
         `caller` is the Python frame in which autograd saves the tensor.
         """
@@ -131,7 +136,7 @@ class Activations:
         number, self._number = self._number, self._number + 1
         pieces: list[Piece] = []
         saved = SavedActivation(self, tensor, number, pieces)
-        # `detach()` shares the version counter, and has no graph.
+        # The result of `detach()` shares the tensor's version counter, and has no graph.
         source = tensor.detach()
         data = bytes_of(source)
         after = self._mark()
@@ -175,19 +180,20 @@ class Activations:
                     last = self._chunks.give(piece, data[at : at + piece.nbytes], after)
             except BaseException:
                 if last is not None:
-                    # The error releases the tensor's memory, which must not be reused during a copy to it.
+                    # The error releases the tensor's memory. Wait for the last copy to this memory, before other code
+                    # reuses the memory.
                     last.wait()
                 raise
         return tensor, last
 
     def _mark(self) -> list[Copy]:
-        """Returns an event behind all work queued on the caller's stream, in a list; an empty list on the host."""
+        """Returns a list of one event, which marks the end of the caller's queued work; an empty list on the host."""
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
     def _before(self, number: int) -> list[SavedActivation]:
-        """Returns the tensors before `number`, the latest first, until they have `_AHEAD` pieces.
+        """Returns the tensors that were saved before tensor `number`, the latest first.
 
-        Stops earlier at a number whose replacement was deleted.
+        The list ends once its tensors have `_AHEAD` pieces, or before a tensor whose `SavedActivation` was deleted.
         """
         found: list[SavedActivation] = []
         pieces = 0
@@ -203,7 +209,7 @@ class Activations:
     # --- the end -------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Frees the chunks and the disk space of deleted replacements."""
+        """Frees the chunks and the disk space of deleted `SavedActivation` objects."""
         while self.dropped:
             for piece in self.dropped.popleft():
                 self._living.pop(piece.number, None)
@@ -231,8 +237,8 @@ class Activations:
 def _is_checkpoint(caller: FrameType) -> bool:
     """True if a tensor that autograd saves in this frame is an input of a checkpoint, reentrant or not."""
     frame: FrameType | None = caller
-    # Frames are compared by their file: before Python 3.12, a comprehension has its own frame in the same file. For a
-    # reentrant checkpoint, autograd saves in a frame of torch.autograd.Function, which the checkpoint called.
+    # Frames are compared by their file, because before Python 3.12 a comprehension has its own frame in the same file.
+    # For a reentrant checkpoint, autograd saves in a frame of torch.autograd.Function, which the checkpoint called.
     if caller.f_code.co_filename == _FUNCTION:
         frame = caller.f_back
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT

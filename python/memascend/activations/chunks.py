@@ -1,8 +1,8 @@
 """Moves chunks of activations between device, host memory and unlinked scratch files.
 
 [Note: states of a chunk] An `ActivationChunk` is free (empty), held, or loose. A held chunk has the only copy of its
-piece. The piece of a loose chunk is on storage, or being written there or read from there, or dead; a loose chunk is
-emptied without loss once its transfers have ended.
+piece. The piece of a loose chunk is on storage, is being written to storage, is being read from storage, or is dead
+because no graph needs it. So a loose chunk can be emptied without loss once its transfers have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from memascend.device.device import Copy, Device
 
 
-# Bytes of the first file. Each later file is as large as all earlier files together, so the files are few.
+# The number of bytes of the first file. Each later file is as large as all earlier files together, so there are few
+# files.
 _FIRST_BYTES = 64 << 20
 
 
@@ -40,10 +41,13 @@ class ScratchPlace(NamedTuple):
 
 
 class Scratch:
-    """Allocates places in unlinked files, which are striped over the folders and made when they are needed."""
+    """Allocates places in unlinked files.
+
+    The files are striped over the folders, and are created when they are needed.
+    """
 
     def __init__(self, folders: Sequence[Path], place_bytes: int) -> None:
-        """Makes no file yet; `place_bytes`, the size of a place, is a multiple of 4,096."""
+        """Creates no file yet. `place_bytes` is the size of a place, a multiple of 4,096."""
         self._folders = list(folders)
         self._place_bytes = place_bytes
         self._volumes: list[nvme.Volume] = []
@@ -55,7 +59,7 @@ class Scratch:
         return sum(volume.size for volume in self._volumes)
 
     def take(self) -> ScratchPlace:
-        """Takes a free place; makes another file if there is none.
+        """Takes a free place; creates another file if no place is free.
 
         Raises:
             StorageError: the file system is full.
@@ -76,8 +80,8 @@ class Scratch:
             volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
         except StorageError as error:
             raise StorageError(
-                f"no disk space for checkpointed activations ({size} bytes more than the {self.file_bytes} that it "
-                f"has): {error}; give offload(scratch=) a folder with more",
+                f"no disk space for checkpointed activations, which need {size} bytes in addition to the "
+                f"{self.file_bytes} that they have: {error}; give offload(scratch=) a folder with more free space",
                 errno=error.errno,
                 path=error.path,
             ) from error
@@ -86,7 +90,7 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     file.unlink()
         self._volumes.append(volume)
-        # Places are appended in reverse, so that `take` begins with the first one of the file.
+        # Places are appended in reverse order, so that `take` begins with the first place of the file.
         self._free += [
             ScratchPlace(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)
         ]
@@ -127,7 +131,7 @@ class Piece:
         self.chunk = chunk
 
     def leave(self) -> None:
-        """Records that the piece left its chunk."""
+        """Records that the piece has left its chunk."""
         self.chunk = None
 
     def die(self) -> None:
@@ -164,7 +168,7 @@ class ActivationChunk:
     def read(self, piece: Piece) -> None:
         """Begins to read a piece from storage."""
         place = piece.place
-        assert place is not None, "it was written"
+        assert place is not None, "only a written piece can be read"
         self.ticket = place.volume.read(self.memory[: whole_pages(piece.nbytes)], place.offset)
         piece.enter(self)
         self.piece, self.reading = piece, True
@@ -177,9 +181,12 @@ class ActivationChunk:
         return self.copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Waits for the last copy; returns the source of a copy from a device, with the source's version at the start.
+        """Waits for the last copy.
 
-        Returns None if the last copy was to a device, or if there was none.
+        If this copy was from a device, returns the source tensor, and the version of this tensor at the start of the
+        copy.
+
+        Returns None if the last copy was to a device, or if there was no copy.
         """
         if self.copy is None:
             return None
@@ -192,7 +199,7 @@ class ActivationChunk:
         self.ticket = None
 
     def clear(self) -> Piece | None:
-        """Empties the chunk; returns the piece that was in it."""
+        """Empties the chunk; returns the piece that was in it, or None if the chunk was empty."""
         piece, self.piece, self.ticket = self.piece, None, None
         if piece is not None:
             piece.leave()
@@ -205,8 +212,8 @@ class ActivationChunk:
 
 
 _CHANGED = (
-    "a checkpointed activation was changed in place before it was copied off the device, which autograd refuses as "
-    "well: compute the new value out of place"
+    "a checkpointed activation was changed in place before its copy from the device ended. Autograd rejects such a "
+    "change, too: compute the new value in a new tensor"
 )
 
 
@@ -219,7 +226,8 @@ class Chunks:
         """Allocates the first `count` chunks.
 
         `write_ahead` keeps `count` chunks free or loose. `more` lists the sizes of further groups of chunks, which are
-        allocated when they are needed. Activations are on `device`; None: in host memory. `close()` closes `room`.
+        allocated when they are needed. `device` has the activations; None if they are in host memory. `close()` also
+        closes `room`.
         """
         self._room = room
         self._chunk_bytes = chunk_bytes
@@ -239,15 +247,15 @@ class Chunks:
         ring = memory.ChunkRing(self._chunk_bytes, count, pin=False if self._device is None else "auto")
         self._rings.append(ring)
         taken = [ring.lease(0, "activations").tensor(self._chunk_bytes, torch.uint8) for _ in range(count)]
-        # Chunks are appended in reverse, since `_for_write` pops the last one.
+        # Chunks are appended in reverse order, because `_for_write` pops the last chunk.
         self._free += [ActivationChunk(one) for one in reversed(taken)]
 
     # --- into chunks -----------------------------------------------------------------
 
     def fill(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
-        """Copies `part`, a part of the tensor `source`, into a chunk; returns its piece.
+        """Copies `part`, a part of the tensor `source`, into a chunk; returns the new piece.
 
-        From a device the copy runs after the work `after`, and the host does not wait for it.
+        If `part` is on a device, the copy runs after the work `after`, and the host does not wait for the copy.
         """
         chunk = self._for_write()
         piece = Piece(part.numel(), number)
@@ -264,19 +272,20 @@ class Chunks:
         return piece
 
     def wait_for(self, piece: Piece) -> None:
-        """Waits until a piece was copied from the device, which releases its source."""
+        """Waits until a piece has been copied from the device, and releases the tensor on the device."""
         if piece.chunk is not None and piece.chunk.source is not None:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
         """Begins to write held pieces, in the order of saving, until enough chunks are free or loose.
 
-        Writes at least `least` pieces, and waits for their copies from the device if need be.
+        Writes at least `least` pieces; if necessary, waits for their copies from the device.
         """
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
-                # The copies to later chunks end after the copy to this chunk.
+                # The copies to later chunks end after the copy to this chunk, so later chunks cannot be written yet,
+                # either.
                 return
             self._write(chunk)
 
@@ -296,13 +305,13 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """Returns an empty chunk: a free chunk, a new one, or a loose one, whose piece the backward needs last."""
+        """Returns an empty chunk: a free chunk, a new chunk, or the loose chunk whose piece the backward needs last."""
         if not self._free and self._more:
             try:
                 self._take(self._more.pop())
             except MemoryLimitError as error:
                 self._more.clear()
-                _log.warning("checkpointed activations go to storage from here on: %s", error)
+                _log.warning("further checkpointed activations go to storage: %s", error)
         if self._free:
             return self._free.pop()
         self.write_ahead()
@@ -317,7 +326,8 @@ class Chunks:
     def give(self, piece: Piece, target: torch.Tensor, after: Sequence[Copy]) -> Copy | None:
         """Copies a piece to `target`, a part of a tensor that is being restored.
 
-        To a device the copy runs after the work `after`, and the host does not wait for it; returns that copy.
+        If `target` is on a device, the copy runs after the work `after`; the method returns this copy, and does not
+        wait for it. If `target` is in host memory, the method copies at once, and returns None.
         """
         if piece.chunk is None:
             if piece.place is None:
@@ -332,14 +342,15 @@ class Chunks:
         if self._device is None:
             target.copy_(chunk.memory[: piece.nbytes])
             return None
-        # The piece may still be on its way from the device: `ActivationChunk.give` orders both copies.
+        # The piece may still be on its way from the device: `ActivationChunk.give` makes the new copy wait for that
+        # copy.
         return chunk.give(self._device, target, after)
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
         """Begins to read pieces into free chunks, and into loose chunks whose pieces the backward has used already.
 
-        `number` is the tensor that the backward is at. Pieces in `copied` count as used. The method returns at the
-        first piece for which no chunk is left.
+        `number` is the number of the tensor that the backward needs now. Pieces in `copied` count as used. The method
+        returns at the first piece for which no chunk is left.
         """
         for piece in pieces:
             if piece.chunk is not None:
@@ -373,7 +384,10 @@ class Chunks:
     # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
-        """Waits for a chunk's last copy; raises UsageError if code wrote to the source of a copy from the device."""
+        """Waits for a chunk's last copy.
+
+        Raises UsageError if this copy was from the device, and its source was changed in place after the copy began.
+        """
         source = chunk.end_copy()
         piece = chunk.piece
         if source is None or piece is None or piece.dead or source[0]._version == source[1]:  # noqa: SLF001
@@ -402,9 +416,9 @@ class Chunks:
                 assert place is not None
                 path = ", ".join(place.volume.paths)
                 raise CorruptionError(
-                    f"a checkpointed activation is not what was written: {piece.nbytes} bytes at {place.offset} of "
-                    f"{path} have the checksum {found}, not {piece.checksum}. No step was committed from it: check the "
-                    "drive, and resume",
+                    f"a checkpointed activation changed on storage: {piece.nbytes} bytes at {place.offset} of "
+                    f"{path} have the checksum {found}, not {piece.checksum}. No step was committed with these bytes: "
+                    "check the drive, and start the run again from the store",
                     path=path,
                     offset=place.offset,
                     nbytes=piece.nbytes,
@@ -462,11 +476,11 @@ class Chunks:
         copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
         try:
             for copy in copies:
-                # A lost device raises here; none of its copies is under way.
+                # A lost device raises an error here, but its copies have ended.
                 with contextlib.suppress(Exception):
                     copy.wait()
         finally:
-            # Tickets keep the memory that storage still uses, so the chunks can be dropped first.
+            # Chunks may be dropped before their transfers end: the ticket of a transfer keeps the memory alive.
             self._free.clear()
             self._held.clear()
             self._loose.clear()

@@ -1,9 +1,9 @@
-"""Reads weights and checkpoints (safetensors) into stores, and writes them from stores, on one or several ranks.
+"""Reads weights and checkpoints (safetensors) into stores, and writes weights and checkpoints from stores.
 
-Invariant: a checkpoint's folder holds either the earlier checkpoint or the new one, complete, at every moment. The
-manifest has a checksum of every tensor, and `offload()` verifies all of them before it uses any value. Tensors that do
-not fit the model are rejected with an error that names them, before a store is written.
+Invariant: at every moment, a checkpoint's folder has one complete checkpoint, either the earlier or the new one. The
+manifest has a checksum of every tensor, and `offload()` verifies all checksums before it uses any value. If a tensor
+does not fit the model, an error names the tensor before a store is written.
 
-Values pass through in parts: neither reading nor writing holds a whole model in memory. Nothing is unpickled. If a
+All values are read and written in parts, so that a whole model is never in memory. Nothing is unpickled. If a
 conversion loses precision or state, a warning names each loss.
 """

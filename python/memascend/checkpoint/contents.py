@@ -1,4 +1,7 @@
-"""Reads a store's records in the form of a checkpoint: values, and state by torch's names, of one or all ranks."""
+"""Reads the values and the optimizer state of a store's records, in the form that a checkpoint has.
+
+State tensors have torch's names. The records are those of one rank, or the whole parameters of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ if TYPE_CHECKING:
     from memascend.distributed.rows import Layout, Rows
     from memascend.storage import Part, Store
 
-    # put(name, of, start, elements): receives consecutive elements of a record's values (`of` is "") or of its state
-    # tensor `of`; `start` is the index of the first one.
+    # put(name, of, start, elements): receives consecutive elements of the record `name`. `of`: the name of a state
+    # tensor, or "" for the record's values. `start`: the index of the first of these elements.
     Put = Callable[[str, str, int, torch.Tensor], object]
-    # Dtype and shape of tensors, by name.
+    # The name of a tensor -> its dtype and shape.
     Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 
 
-# State tensors that encode a compact master. A checkpoint has the master instead.
+# The state tensors that encode a compact fp32 master. A checkpoint has the decoded master instead.
 _MASTER_PARTS = frozenset({"rest", "rounded_up"})
 _KINDS = (frozenset({"exp_avg", "exp_avg_sq"}), frozenset({"momentum_buffer"}))
 _DTYPES = {"": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
@@ -41,11 +44,11 @@ class StateForm:
     """The format of one parameter's state in a checkpoint."""
 
     moments: frozenset[str]  # names of the moments
-    width: str  # "" for float32, "bf16" or "8bit"
-    master: bool  # True if the state has a float32 master
+    width: str  # "" for float32, "bf16" for bfloat16, or "8bit"
+    master: bool  # True if the state has an fp32 master
 
     def kinds(self, shape: torch.Size) -> Kinds:
-        """Returns dtype and shape of each state tensor, for a parameter of this shape."""
+        """Returns the dtype and the shape of each state tensor of a parameter that has this shape."""
         kinds = dict.fromkeys(self.moments, (_DTYPES[self.width], shape))
         if self.width == "8bit":
             kinds |= {f"{of}_absmax": (torch.float32, blocks_of(shape)) for of in self.moments}
@@ -54,7 +57,7 @@ class StateForm:
         return kinds
 
     def decoded(self, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the state in float32; with a master only if `state` has one."""
+        """Returns the state in float32. The result has a master only if `state` has a master."""
         if not self.width:
             return dict(state)
         given = self.width if self.master or values.dtype == torch.float32 else f"stochastic {self.width}"
@@ -62,7 +65,7 @@ class StateForm:
         return {of: tensor for of, tensor in whole.items() if of != "master" or self.master}
 
     def lost_in(self, other: StateForm) -> list[str]:
-        """Describes each loss of a conversion into another form."""
+        """Returns a text for each loss of precision or state in a conversion to the form `other`."""
         lost = []
         if other.width and other.width != self.width:
             lost.append(f"moments are rounded from {_WORDS[self.width]} to {_WORDS[other.width]}")
@@ -72,7 +75,7 @@ class StateForm:
 
 
 def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm | None:
-    """Returns the form of state tensors, which may be on meta; None if it is not a form that can be converted."""
+    """Returns the form of state tensors; None if their form cannot be converted. The tensors may be on meta."""
     names = {of for of in tensors if of != "master" and not is_in_blocks(of)}
     widths = {_WIDTHS.get(tensors[of].dtype) for of in names}
     if names not in _KINDS or len(widths) != 1 or None in widths:
@@ -82,12 +85,15 @@ def form_of(tensors: Mapping[str, torch.Tensor], shape: torch.Size) -> StateForm
 
 
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
-    """Returns dtype and shape of each tensor."""
+    """Returns the dtype and the shape of each tensor."""
     return {of: (tensor.dtype, tensor.shape) for of, tensor in tensors.items()}
 
 
 def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a record's state tensors in the form of a checkpoint, on meta: a master instead of compact parts."""
+    """Returns a record's state tensors in the form of a checkpoint, on meta.
+
+    The result has a master instead of the tensors that encode a compact master.
+    """
     found = {}
     for of, tensor in state.items():
         if of == "rest":
@@ -98,23 +104,23 @@ def plain_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: str) -> dict[str, torch.Tensor]:
-    """Converts the state of a record (or of a part of it) to the form of a checkpoint.
+    """Converts the state of a record, or of a part of a record, to the form of a checkpoint.
 
-    Decodes a compact master, and leaves moments in their format. `given`: the record's format.
+    Decodes a compact master, but keeps the format of the moments. `given`: the record's format.
     """
     plain = {of: tensor for of, tensor in state.items() if of not in _MASTER_PARTS}
     if "rest" in state:
         plain["master"] = decode_state(values, state, given)["master"]
         if "exp_avg_sq" in plain and plain["exp_avg_sq"].is_floating_point():
-            # A compact record keeps a bit of the master in the sign of exp_avg_sq: clear it.
+            # A compact record stores a bit of the master in the sign of exp_avg_sq, so clear the sign.
             plain["exp_avg_sq"] = plain["exp_avg_sq"].abs()
     return plain
 
 
 def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
-    """Returns the warning about a conversion of a checkpoint's state; None if no parameter's state is converted.
+    """Returns the warning that a checkpoint's state is converted; None if the state of no parameter is converted.
 
-    Each of `pairs` has the form of a parameter's state in the checkpoint, and its form in the run.
+    Each pair in `pairs` has the form of a parameter's state in the checkpoint, and the form of its state in the run.
     """
     changed = [(one, other) for one, other in pairs if one != other]
     if not changed:
@@ -122,12 +128,12 @@ def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm
     lost = list(dict.fromkeys(words for one, other in changed for words in one.lost_in(other)))
     end = "; ".join(lost) if lost else "nothing is lost"
     return (
-        f"the state in the checkpoint {where} is in another format than this run's, and is converted for "
+        f"the optimizer state in the checkpoint {where} has another format than this run uses, so it is converted for "
         f"{len(changed)} parameters: {end}"
     )
 
 
-# The name of the state tensor in a checkpoint that counts the updates of a trained parameter.
+# The name of a state tensor in checkpoints. This tensor has the number of updates that a trained parameter got.
 UPDATES = "updates"
 
 
@@ -138,19 +144,24 @@ class Content:
     name: str
     values: torch.Tensor  # on meta
     state: dict[str, torch.Tensor]  # on meta, by name
-    # Dimensions from the largest stride to the smallest, if the state has blocks and is not row-major.
+    # The order of the dimensions in memory, the dimension with the largest stride first. None if the record is
+    # row-major or its state has no blocks.
     order: list[int] | None = None
 
 
 class StoreContents:
-    """Reads the last commit of one store in the form of a checkpoint; `records` are in the store's order."""
+    """Reads the last commit of one store in the form of a checkpoint.
+
+    `records` has the tensors of the records, in the store's order.
+    """
 
     def __init__(
         self, store: Store, trained: Collection[str], buffers: Buffers | None = None, *, values_alone: bool = False
     ) -> None:
-        """`trained`: names of parameters that the optimizer updates. `values_alone`: leave state out.
+        """`trained`: the names of the parameters that the optimizer updates. `values_alone`: read no state.
 
-        `buffers`: reads these buffers from the model instead of the store.
+        `buffers`: the buffers that are read from the model instead of the store; None to read all buffers from the
+        store.
         """
         self._store = store
         self._buffers = buffers
@@ -167,23 +178,25 @@ class StoreContents:
         if self._values_alone:
             return Content(name, _meta(record["dtype"], record["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in record["state"]}
-        # A checkpoint has the master itself instead of a compact record's "rest".
+        # A compact record has "rest"; a checkpoint has the decoded master instead.
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
                 raise ConfigError(
-                    f"the optimizer keeps state called 'updates' for {name!r}, which cannot be saved: a checkpoint has "
-                    "the number of updates under that name. Give that state another name in the optimizer"
+                    f"the optimizer has a state tensor called 'updates' for {name!r}. This tensor cannot be saved, "
+                    "because a checkpoint uses the name for the number of updates. Rename the state tensor in the "
+                    "optimizer"
                 )
             state[UPDATES] = _meta("int64", [])
-        # Blocks count elements in memory order, which a checkpoint's row-major tensors do not show: store the order.
+        # Each block of state covers consecutive elements in memory order. But the tensors of a checkpoint are
+        # row-major, so the checkpoint also stores the memory order.
         in_blocks = record["order"] is not None and any(map(is_in_blocks, stored))
         return Content(
             name, _meta(record["dtype"], record["shape"]), state, list(record["order"]) if in_blocks else None
         )
 
     def read(self, put: Put, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Reads all records whose names are `wanted`, and passes their elements to `put`."""
+        """Reads all records for whose names `wanted` returns True. Passes their elements to `put`."""
         stored = [record for record in self._stored if wanted(record["name"])]
         # Scan consecutive row-major records together.
         for row_major, run in itertools.groupby(stored, lambda record: record["order"] is None):
@@ -192,7 +205,7 @@ class StoreContents:
                 self.read_records(some, put)
 
     def read_records(self, names: list[str], put: Put) -> None:
-        """Reads row-major records, or a single record of any order."""
+        """Reads `names`: either any number of row-major records, or one record with any memory order."""
 
         def give(name: str, tensors: dict[str, torch.Tensor], starts: Mapping[str, int]) -> None:
             form = self._by_name[name]["format"]
@@ -202,7 +215,7 @@ class StoreContents:
                 values = tensors.pop("")
                 tensors = {"": values, **plain_parts(values, tensors, form)}
             for of, tensor in tensors.items():
-                # A decoded master has no part of its own: it begins at the values' start.
+                # A decoded master has no start in `starts`: it begins where the values begin.
                 put(name, of, starts[of] if of in starts else starts[""], tensor.contiguous())
 
         def visit(name: str, parts: list[Part]) -> None:
@@ -219,7 +232,7 @@ class StoreContents:
                 put(name, UPDATES, 0, torch.tensor(self._by_name[name]["step"], device="cpu"))
 
     def _read_buffers(self, names: list[str], put: Put) -> list[str]:
-        """Passes buffers of the model to `put`; returns the other names, which the store has to read."""
+        """Passes the model's buffers among `names` to `put`. Returns the other names, which the store has to read."""
         if self._buffers is not None:
             for name in filter(self._of_model.__contains__, names):
                 put(name, "", 0, self._buffers.tensor(name))
@@ -231,7 +244,7 @@ def _meta(dtype: str, shape: list[int]) -> torch.Tensor:
 
 
 class ShareContents:
-    """Reads a rank's part of a checkpoint: its rows, at their positions in whole parameters."""
+    """Reads a rank's part of a checkpoint: the rank's rows, at their positions in the whole parameters."""
 
     def __init__(self, own: StoreContents, rows: Mapping[str, Rows], layout: Layout, names: Collection[str]) -> None:
         """`rows`: the rows that this rank's store has. `names`: the parameters whose rows this rank contributes."""
@@ -239,7 +252,7 @@ class ShareContents:
         self.rows = rows
         self._layout = layout
         self._names = names
-        # Name of a record -> its values ("") and state tensors, on meta.
+        # The name of a record -> its values (named "") and its state tensors, all on meta.
         self.tensors = {record.name: {"": record.values, **record.state} for record in own.records}
         self.nbytes = _bytes_in([record for record in own.records if self._is_own(record.name)])
 
@@ -248,7 +261,7 @@ class ShareContents:
         self.own.read(partial(self._placed, put), self._is_own)
 
     def read_one(self, name: str, put: Put) -> None:
-        """Reads one record, if this rank contributes it."""
+        """Reads one record, if this rank contributes the record."""
         if name in self.tensors and self._is_own(name):
             self.own.read_records([name], partial(self._placed, put))
 
@@ -258,7 +271,7 @@ class ShareContents:
         if first is not None:
             put(name, of, first + start, values)
         elif not self._layout.shard:
-            # A tensor that is not sharded is equal on all ranks: the first shard contributes it.
+            # A tensor that is not sharded is equal on all ranks, so only the first shard contributes the tensor.
             put(name, of, start, values)
 
     def _is_own(self, name: str) -> bool:
@@ -267,20 +280,20 @@ class ShareContents:
 
 
 class GatheredContents:
-    """Reads whole parameters on rank 0, which receives other ranks' rows; buffers are rank 0's own.
+    """Reads whole parameters on rank 0, which receives the rows of other ranks. Reads buffers from rank 0 only.
 
-    Rows arrive in pieces, so that no rank holds a whole parameter in memory.
+    Rows arrive in pieces, so that no rank has a whole parameter in memory.
     """
 
     def __init__(self, share: ShareContents, line: Line, ranks: int) -> None:
-        """`share`: the contents of rank 0, which has rows of all parameters."""
+        """`share`: the contents that rank 0 itself has. Rank 0 has rows of all parameters."""
         self._share = share
         self._line = line
         self._others = range(1, ranks)
         self.nbytes = _bytes_in(whole_records(share.own, share.rows))
 
     def read(self, put: Put) -> None:
-        """Reads all records: for each parameter, the rows of one rank after the other.
+        """Reads all records. For each parameter, reads the rows of one rank after the other.
 
         Raises:
             StoppedError: rows of another rank did not arrive.
@@ -293,9 +306,9 @@ class GatheredContents:
 
 
 def send_contents(share: ShareContents, order: Sequence[str], line: Line) -> None:
-    """Sends the records that this rank contributes to rank 0, which reads them through `GatheredContents`.
+    """Sends this rank's rows to rank 0. Rank 0 receives the rows through `GatheredContents`.
 
-    `order`: rank 0's parameters, in the order in which it receives them.
+    `order`: the names of the parameters, in the order in which rank 0 receives the parameters.
 
     Raises:
         StoppedError: rank 0 has stopped receiving.
@@ -315,7 +328,10 @@ def _bytes_in(records: Iterable[Content]) -> int:
 
 
 def whole_records(own: StoreContents, rows: Mapping[str, Rows]) -> list[Content]:
-    """Returns the records of a whole checkpoint, from rank 0's records; rank 0 has rows of all parameters."""
+    """Returns the records of a checkpoint, with the shapes of the whole parameters.
+
+    `own`: the records of rank 0, which has rows of all parameters.
+    """
     return [_whole(record, rows[record.name]) if record.name in rows else record for record in own.records]
 
 
@@ -328,5 +344,5 @@ def _whole(record: Content, rows: Rows) -> Content:
     return Content(record.name, values, state, record.order)
 
 
-# The sources that `write_into()` writes files from.
+# The sources from which `write_into()` can write files.
 Contents = StoreContents | GatheredContents | ShareContents

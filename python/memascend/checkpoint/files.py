@@ -1,4 +1,4 @@
-"""Writes safetensors files, matches names in them with a model's, and replaces folders atomically."""
+"""Writes safetensors files, matches the names in files with a model's names, and replaces folders atomically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def file_errors(path: Path, what: str) -> Iterator[None]:
-    """Converts system errors in the block to StorageError: "`path` `what`: reason".
+    """Converts a system error in the block to a StorageError with the message "`path` `what`: reason".
 
     `what` is a predicate, for example "cannot be read".
     """
@@ -38,7 +38,7 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"{path} {what}: {error.strerror}", errno=error.errno, path=str(path)) from error
     except Exception as error:
-        # Errors of Rust libraries (safetensors, tokenizers) have the system's error number only in their text.
+        # Errors of Rust libraries (safetensors, tokenizers) have the system's error number only in their message.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
@@ -46,22 +46,25 @@ def file_errors(path: Path, what: str) -> Iterator[None]:
         raise StorageError(f"{path} {what}: {reason}", errno=int(number[1]), path=str(path)) from error
 
 
-# The largest JSON file that is read: an index or manifest of a million tensors is smaller.
+# The largest size of a JSON file that is read. An index or manifest of a million tensors is smaller.
 _JSON_BYTES_MAX = 256 << 20
 
 
 def read_bounded(path: Path, what: str) -> bytes:
     """Returns the bytes of a JSON file.
 
-    `what` ends the error of a file that is too large ("so it is no ..."), with the advised action.
+    `what`: the end of the error message for a file that is too large. It says what the file should be and what the user
+    should do.
 
     Raises:
         CorruptionError: the file is too large.
-        StorageError: it cannot be read.
+        StorageError: the file cannot be read.
     """
     with file_errors(path, "cannot be read"):
         if path.stat().st_size > _JSON_BYTES_MAX:
-            raise CorruptionError(f"{path} is larger than {_JSON_BYTES_MAX} bytes, so it is no {what}", path=str(path))
+            raise CorruptionError(
+                f"{path} is larger than {_JSON_BYTES_MAX} bytes, so it is not the {what}", path=str(path)
+            )
         return path.read_bytes()
 
 
@@ -71,9 +74,10 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Makes a new folder beside the target, and removes it with its contents at the end of the block.
+    """Makes a new folder beside the target. At the end of the block, removes the new folder and its contents.
 
-    First removes the folder that a killed process left. `replace_folder()` moves the new folder away before the end.
+    First removes a folder that a killed process has left there. If the save succeeds, `replace_folder()` moves the new
+    folder to the target before the block ends, so that nothing is removed.
     """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
@@ -87,9 +91,11 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Keeps other processes from saving to a folder, by a lock on a file beside it; removes the file at the end.
+    """Prevents other processes from saving to a folder, by a lock on a file beside the folder.
 
-    A killed process leaves the file, but the kernel releases its lock.
+    Removes this file at the end of the block.
+
+    A killed process does not remove the file, but the kernel releases the lock.
 
     Raises:
         UsageError: another process holds the lock.
@@ -103,14 +109,15 @@ def _locked(target: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
-                    f"another process is saving to {target} now, and both would write the same files: wait for it, or "
-                    "save to another folder"
+                    f"another process is saving to {target} now, and two processes would write the same files. Wait "
+                    "until the other process has finished, or save to another folder"
                 ) from None
             except OSError as error:
-                # Ignore a file system without locks.
+                # Continue without a lock if the file system does not support locks.
                 if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
                     raise
-            # The process that held the lock may have removed the file since open(): in that case open the path again.
+            # The process that held the lock before may have removed the file after this open(). In this case open the
+            # path again.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(descriptor)):
                     break
@@ -119,10 +126,13 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def replace_folder(target: Path, new: Path) -> None:
-    """Flushes `new`, and replaces `target` by it; at every moment one complete folder is on disk."""
+    """Flushes the folder `new`, and replaces the folder `target` by it.
+
+    At every moment one complete folder is on storage.
+    """
     with file_errors(target, "cannot be written"):
         if target.is_dir():
-            # Keep the permissions of the target.
+            # The new folder gets the permissions of the target.
             new.chmod(stat.S_IMODE(target.stat().st_mode))
         for path, _, _ in os.walk(new):
             sync(Path(path))
@@ -138,7 +148,7 @@ def replace_folder(target: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two folders atomically; returns False if the kernel or the file system cannot."""
+    """Exchanges two folders atomically. Returns False if the kernel or the file system does not support this."""
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return done == 0
@@ -158,7 +168,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# safetensors' names of dtypes -> torch's dtypes.
+# The name of a dtype in safetensors -> torch's dtype.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -166,22 +176,22 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The largest size of a file, unless a single tensor is larger: a size that suits file systems, caches and downloads.
+# The largest size of a file, unless a single tensor is larger. This size suits file systems, caches and downloads.
 FILE_BYTES_MAX = 4 << 30
 _ALIGN = 64
 
 
 @dataclass
 class FileLayout:
-    """One safetensors file: its name, its tensors (which may be on meta), and its metadata."""
+    """One safetensors file: its name, its tensors and its metadata. The tensors may be on meta."""
 
     name: str
     tensors: dict[str, torch.Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def header(self) -> tuple[bytes, dict[str, int]]:
-        """Returns the bytes before the data, and the offset in the file of each tensor."""
-        # Sort by element size, largest first: then every tensor is aligned to its elements.
+        """Returns the file's header (all bytes before the tensors' data), and the offset of each tensor in the file."""
+        # Sort by element size, largest first, so that the offset of every tensor is a multiple of its element size.
         names = sorted(self.tensors, key=lambda name: -self.tensors[name].element_size())
         described: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
         offsets, at = {}, 0
@@ -189,8 +199,8 @@ class FileLayout:
             tensor = self.tensors[name]
             if tensor.dtype not in _NAMES:
                 raise ConfigError(
-                    f"{name!r} is {tensor.dtype}, which safetensors has no name for, so that it cannot be saved: give "
-                    "it another dtype, or register it as a buffer with persistent=False"
+                    f"{name!r} is {tensor.dtype}, and safetensors does not support this dtype, so the tensor cannot be "
+                    "saved. Convert the tensor to another dtype, or register it as a buffer with persistent=False"
                 )
             end = at + tensor.nbytes
             described[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
@@ -202,12 +212,12 @@ class FileLayout:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors in the file."""
+        """The number of bytes of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
-    """Divides tensors, in their order, into files of at most `FILE_BYTES_MAX`, with transformers' names."""
+    """Divides tensors, in their order, into files of at most `FILE_BYTES_MAX`. Names the files as transformers does."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -225,9 +235,9 @@ def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: 
 
 
 def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[str, int]]:
-    """Makes a file of its full size with its header; the tensors are written later.
+    """Makes a file that has its full size and its header. The tensors are written later.
 
-    Returns the file's entry in the manifest, without "tensors", and the offset in the file of each tensor.
+    Returns the file's entry in the manifest, still without "tensors", and the offset of each tensor in the file.
     """
     path = folder / layout.name
     header, offsets = layout.header()
@@ -235,8 +245,8 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
     with file_errors(path, "cannot be written"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123
-            # Grow the file before the header is written: an NFS client writes a new last page whole, and would
-            # overwrite data that other hosts write to it.
+            # Set the size before the header is written. An NFS client writes the last page of a file as a whole. If the
+            # header ended the file, the client would overwrite data that other hosts write to this page.
             file.truncate(nbytes)
             file.write(header)
             file.flush()
@@ -246,16 +256,17 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
 
 @dataclass(frozen=True)
 class Matched:
-    """The names in files, matched with a model's names."""
+    """The result of matching the names in files with a model's names."""
 
-    # The model's first name of a tensor -> its names in the files; the one that matches the first name is the first.
+    # The model's first name of a tensor -> the tensor's names in the files. If one of the names in the files matches
+    # the first name, this name is at the beginning of the list.
     of: dict[str, list[str]]
-    unexpected: list[str]  # names in the files of tensors that the model does not have
-    named: dict[str, str]  # name in the files -> the model's name of the tensor, first or tied
+    unexpected: list[str]  # names in the files whose tensors the model does not have
+    named: dict[str, str]  # a name in the files -> the model's name that it matches, which may be a tied name
 
 
 class BufferPlace(NamedTuple):
-    """A place of a buffer in a model: its full name, its module, and its name in the module."""
+    """A place of a buffer in a model: the buffer's full name, its module, and its name in this module."""
 
     name: str
     module: torch.nn.Module
@@ -263,12 +274,12 @@ class BufferPlace(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The buffer; None if the model has dropped it."""
+        """The buffer; None if the model has dropped the buffer."""
         return self.module._buffers.get(self.short)  # noqa: SLF001
 
     @property
     def is_saved(self) -> bool:
-        """True if a state dict has the buffer."""
+        """True if the buffer is persistent, so that a state dict contains it."""
         return self.short not in self.module._non_persistent_buffers_set  # noqa: SLF001
 
     def put(self, tensor: torch.Tensor) -> None:
@@ -277,7 +288,7 @@ class BufferPlace(NamedTuple):
 
 
 def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Tensor]]:
-    """Yields every buffer of a model at each of its places."""
+    """Yields every buffer of a model, once for each of its places."""
     for prefix, module in model.named_modules():
         for short, tensor in module._buffers.items():  # noqa: SLF001
             if tensor is not None:
@@ -285,19 +296,22 @@ def each_buffer(model: torch.nn.Module) -> Iterator[tuple[BufferPlace, torch.Ten
 
 
 def saved_name(name: str) -> str:
-    """Returns a tensor's name in files and state dicts: without the level that torch's `checkpoint_wrapper()` adds."""
+    """Returns a tensor's name in files and state dicts.
+
+    Removes the level that torch's `checkpoint_wrapper()` adds to the name.
+    """
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 class Names:
-    """All names of a model's tensors; maps each name of a tied tensor to its first name."""
+    """All names of a model's tensors. Maps each name of a tied tensor to the tensor's first name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._first: dict[str, str] = {}
-        # Further names of tied tensors -> their first names.
+        # Each name of a tied tensor, except the first name -> the tensor's first name.
         self.tied: dict[str, str] = {}
-        # Non-persistent buffers: a state dict lacks them, but files may have them.
+        # The names of non-persistent buffers. A state dict does not contain these buffers, but files may.
         self._unsaved: set[str] = set()
         prefix = getattr(model, "base_model_prefix", None)
         self._base = prefix if isinstance(prefix, str) and prefix else None
@@ -315,7 +329,7 @@ class Names:
                 self.tied[name] = saved_name(first)
 
     def matched(self, keys: Collection[str]) -> Matched:
-        """Matches names in files with the model's; adds or removes a prefix if that leaves fewer names unmatched."""
+        """Matches names in files with the model's names. Adds or removes a prefix if this makes more names match."""
         best = self._with(keys, None)
         if self.left(best):
             for prefix in self._prefixes(keys):
@@ -325,7 +339,7 @@ class Names:
         return best
 
     def left(self, found: Matched) -> int:
-        """Returns the number of unmatched names, in the files and in the model."""
+        """Returns the number of names without a match, in the files and in the model together."""
         wanted = {first for name, first in self._first.items() if name not in self._unsaved}
         return len(found.unexpected) + len(wanted - found.of.keys())
 

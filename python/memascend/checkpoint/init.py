@@ -1,4 +1,4 @@
-"""Supplies the first values of a new store: from the model, from `weights=`, or by initialisation; stages buffers."""
+"""Supplies the first values of a new store: from the model, from `weights=`, or by initialisation. Stages buffers."""
 
 from __future__ import annotations
 
@@ -29,36 +29,41 @@ if TYPE_CHECKING:
     from memascend.session.decide import Subject
     from memascend.storage import Engine, Store
 
-    # A parameter's name, its values in the stored layout, its optimizer state (may be empty), its number of updates.
+    # A parameter's name, its values in the stored layout, its optimizer state (may be empty), and its number of
+    # updates.
     First = tuple[str, torch.Tensor, dict[str, torch.Tensor], int]
 
 
-# Containers whose parent module initialises their parameters.
+# Containers of parameters. The parent module of such a container initialises the parameters.
 _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 def unwritten(like: torch.Tensor) -> torch.Tensor:
-    """Returns a CPU tensor like one on meta, filled so that `is_written()` can detect elements that stay unset."""
+    """Returns a CPU tensor with the shape and dtype of `like`.
+
+    Fills the tensor so that `is_written()` can later detect elements that were not set.
+    """
     fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     with torch.inference_mode(mode=False):
         return torch.full(like.shape, fill, dtype=like.dtype, device="cpu")
 
 
 def is_written(tensor: torch.Tensor) -> bool:
-    """True if every element of a tensor from `unwritten()` was set, as far as that can be detected.
+    """True if all elements of `tensor` have been set since `unwritten()` made it, as far as this can be detected.
 
-    Floats of 16 bits or more: no element is NaN. Other dtypes: an in-place operation wrote to the tensor.
+    For floats of 16 bits or more, checks that no element is NaN. For other dtypes, checks that an in-place operation
+    has written to the tensor.
     """
     if tensor.numel() == 0:
         return True
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-        # `min` propagates a NaN, and needs no temporary.
+        # `min` returns NaN if an element is NaN, and needs no temporary tensor.
         return not bool(tensor.detach().min().isnan())
     return tensor._version > 0  # noqa: SLF001
 
 
 class Initialiser:
-    """Initialises the modules of a model with its own code, in the order in which they are built."""
+    """Initialises the modules of a model with the model's own code, in the order in which the modules are built."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -79,12 +84,15 @@ class Initialiser:
     # --- buffers ------------------------------------------------------------------------------
 
     def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Makes a module compute its buffers that are in `made`; the module's other real tensors keep their values."""
+        """Makes `module` compute its buffers in `made`. All other real tensors of `module` keep their values."""
         with torch.no_grad(), _spared(module, set(map(id, made))):
             self._initialise(module, made)
 
     def _initialise(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Calls `_init_weights(module)`; if elements of `made` stay unset, also the module's reset_parameters()."""
+        """Calls `_init_weights(module)`.
+
+        If elements of `made` are still unset, also calls the module's reset_parameters().
+        """
         init = self._init[id(module)]
         if init is not None:
             init(module)
@@ -102,10 +110,12 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Initialises the parameters on meta, about one unit at a time, with torch's default generator.
 
-        Yields the name and values of each parameter. The parameter itself is back on meta when they are yielded.
+        Yields the name and the values of each parameter. Before each yield, puts the parameter on meta back into the
+        model.
 
         Raises:
-            ConfigError: no code initialises a parameter, or the code wrote to a parameter that has values.
+            ConfigError: no code initialises a parameter, or the initialisation wrote to a parameter that is not on
+                meta.
         """
         walk = _Walk(self._model, units, {name: named[name] for unit in units for name in unit.parameters})
         versions = {name: p._version for name, p in named.items() if not p.is_meta}  # noqa: SLF001
@@ -114,7 +124,7 @@ class Initialiser:
                 if isinstance(module, _LISTS):
                     continue
                 made = walk.begin(module)
-                # A module's code may also write to real parameters of its submodules.
+                # Also call the module's code if this code may write to real parameters of submodules.
                 if made or (walk.real_ids and any(id(p) in walk.real_ids for p in module.parameters())):
                     with torch.no_grad(), _spared(module, walk.real_ids):
                         self._initialise(module, made)
@@ -124,13 +134,13 @@ class Initialiser:
         changed = [name for name, version in versions.items() if named[name]._version != version]  # noqa: SLF001
         if changed:
             raise ConfigError(
-                f"initialising the parameters on meta wrote to {changed[0]}, which has values of its own, and they "
-                "would be lost: make the whole model on meta, or give weights="
+                f"the initialisation of the parameters on meta also overwrote {changed[0]}, which is not on meta and "
+                "already had values. Make the whole model on meta, or pass weights="
             )
 
 
 class _Walk:
-    """Replaces parameters on meta by real ones while their modules are initialised, a few modules at a time."""
+    """Replaces parameters on meta by real parameters while their modules are initialised, a few modules at a time."""
 
     def __init__(self, model: torch.nn.Module, units: Sequence[Unit], named: Mapping[str, torch.nn.Parameter]) -> None:
         self._modules: dict[str, torch.nn.Module] = dict(model.named_modules())
@@ -143,20 +153,25 @@ class _Walk:
                 if owner in self._sizes:
                     self._sizes[owner] += one.nbytes
         self._limit = max(unit.nbytes for unit in units)
-        # Parameters of pinned units are spread over the model: they stay real until the whole model is initialised.
+        # Parameters of pinned units are spread over the model, so they stay real until the whole model is initialised.
         self._late = {name for unit in units if unit.pinned for name in unit.parameters}
-        # Id of a parameter -> its places: modules, and names in them. A tied parameter has several places.
+        # Id of a parameter -> its places. A place is a module and the parameter's name in this module. A tied parameter
+        # has several places.
         self._places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
         for module in self._modules.values():
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # Id of the module after which parameters are yielded -> name, parameter on meta, real parameter in its place.
+        # Id of a module -> the parameters that are yielded after this module: name, parameter on meta, and the real
+        # parameter that replaces it.
         self._open: dict[int, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Makes the parameters of the module and of its parameter lists real; returns the real parameters."""
+        """Replaces the parameters of a module and of its parameter lists by real parameters.
+
+        Returns the real parameters.
+        """
         made: list[torch.Tensor] = []
         for owner in (module, *(child for child in module.children() if isinstance(child, _LISTS))):
             for parameter in owner._parameters.values():  # noqa: SLF001
@@ -173,30 +188,34 @@ class _Walk:
     def _last(self, name: str) -> torch.nn.Module:
         """Returns the module after whose initialisation a parameter's values are final.
 
-        Parents may write to parameters of their children: takes the outermost module that is no larger than a unit.
+        A parent module may write to parameters of its children. So the result is the outermost module that contains the
+        parameter and is at most as large as the largest unit.
         """
         last = "" if name in self._late else name.rpartition(".")[0]
         while last:
             parent = last.rpartition(".")[0]
-            # A list's parent initialises it: go on to the parent.
+            # The parent of a parameter list initialises the list, so continue with the parent.
             if self._sizes[parent] > self._limit and not isinstance(self._modules[last], _LISTS):
                 break
             last = parent
         return self._modules[last]
 
     def _place(self, parameter: torch.nn.Parameter, stands: torch.nn.Parameter) -> None:
-        """Puts another parameter, `stands`, at all places of `parameter`."""
+        """Puts the parameter `stands` at all places of `parameter`."""
         for module, short in self._places[id(parameter)]:
             module._parameters[short] = stands  # noqa: SLF001
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and values of the parameters that are final after `module`; puts the meta parameters back."""
+        """Yields the name and values of each parameter that is final after `module`.
+
+        Before each yield, puts the parameter on meta back into the model.
+        """
         made = self._open.get(id(module), [])
         unknown = [name for name, _, real in made if not is_written(real)]
         if unknown:
             raise ConfigError(
-                f"nothing initialises {listed(unknown)}: they are on meta, and their modules "
-                "have no reset_parameters() and the model no _init_weights(module) that writes them; give weights="
+                f"no code initialises {listed(unknown)}, which is on meta: no reset_parameters() of the module and no "
+                "_init_weights(module) of the model sets the values. Pass weights="
             )
         # Pop one at a time: if the caller stops the iteration, put_back() restores the rest.
         while made:
@@ -207,7 +226,7 @@ class _Walk:
             del real
 
     def put_back(self) -> None:
-        """Restores the parameters on meta that were not yielded."""
+        """Puts those parameters on meta back into the model whose values were not yielded."""
         for made in self._open.values():
             for _, parameter, _ in made:
                 self._place(parameter, parameter)
@@ -216,9 +235,9 @@ class _Walk:
 
 @contextlib.contextmanager
 def _spared(module: torch.nn.Module, ours: set[int]) -> Iterator[None]:
-    """Puts copies in place of a module's real tensors during the block, so that the originals keep their values.
+    """Replaces a module's real tensors by copies during the block, so that the originals keep their values.
 
-    `ours`: ids of tensors that are not replaced.
+    `ours`: the ids of tensors that the block may change. These tensors are not replaced.
     """
     spared: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     parameters: dict[str, Any] = module._parameters  # noqa: SLF001
@@ -248,24 +267,24 @@ def _takes_one(function: object) -> bool:
 
 
 def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Rejects parameters on meta that `materialize_parameter()` cannot make real in place."""
+    """Rejects parameters on meta to which `materialize_parameter()` cannot give values in place."""
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
-                f"{name} is on meta, and a weak reference to it exists, which would not follow it to its values: call "
-                "offload() before the code that made the reference"
+                f"{name} is on meta, and a weak reference to it exists. offload() replaces the parameter's memory, and "
+                "a weak reference would not follow. Call offload() before the code that makes the reference"
             )
         used: Any = parameter
         if parameter.is_meta and (parameter.grad is not None or used._use_count() > 1):  # noqa: SLF001
             raise ConfigError(
-                f"{name} is on meta and has a gradient, or is part of a graph: call zero_grad() and drop results that "
-                "were computed before offload()"
+                f"{name} is on meta, and has a gradient or belongs to an autograd graph. Call zero_grad() and delete "
+                "all results of the model before you call offload()"
             )
 
 
 def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Moves a parameter on meta to the CPU, with `values`; module and optimizer keep the same object."""
-    # Take `.data`, which has its own version counter: many parameters may share the memory of `values`.
+    """Moves a parameter on meta to the CPU, with `values`. Module and optimizer keep the same parameter object."""
+    # Use `.data` to get a separate version counter: other parameters may share the memory of `values`.
     other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
     other.__class__ = parameter.__class__
     other.__dict__.update(parameter.__dict__)
@@ -277,11 +296,15 @@ def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -
 
 
 class MetaBuffers:
-    """Makes a model's buffers on meta real before a store exists; `uninstall()` puts the buffers on meta back."""
+    """Replaces a model's buffers on meta by real buffers before a store exists.
+
+    `uninstall()` puts the old buffers back.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        # Id of a buffer on meta -> its places, the buffer, and the real tensor that replaces it.
+        # The key of each dict is the id of a buffer on meta. `_places` has the buffer's places, `_old` the buffer
+        # itself, and `_new` the real tensor that replaces the buffer.
         self._places: dict[int, list[BufferPlace]] = {}
         self._old: dict[int, torch.Tensor] = {}
         self._new: dict[int, torch.Tensor] = {}
@@ -292,17 +315,17 @@ class MetaBuffers:
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers on meta, by their first names."""
+        """The persistent buffers on meta, each by its first name."""
         names = {key: [place.name for place in places if place.is_saved] for key, places in self._places.items()}
         return {named[0]: self._old[key] for key, named in names.items() if named}
 
     def install(self) -> None:
-        """Puts `unwritten()` CPU tensors in place of the buffers."""
+        """Replaces the buffers on meta by `unwritten()` CPU tensors."""
         self._new.update({key: unwritten(old) for key, old in self._old.items()})
         self._put(self._new)
 
     def uninstall(self) -> None:
-        """Puts the buffers on meta back."""
+        """Puts the buffers on meta back into the model."""
         self._put(self._old)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -311,12 +334,15 @@ class MetaBuffers:
                 place.put(tensors[key])
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Makes modules compute their non-persistent buffers; with `saved`, also their persistent buffers.
+        """Makes modules compute their non-persistent buffers.
 
-        If a module does not compute one of its buffers, copies the buffer from `weights`.
+        With `saved`, modules also compute their persistent buffers.
+
+        If a module does not compute one of its buffers, copies the buffer's values from `weights`.
 
         Raises:
-            ConfigError: neither a module nor `weights` has a buffer's values, or a tensor on meta is no buffer.
+            ConfigError: neither a module nor `weights` supplies the values of a buffer, or a module has a tensor on
+                meta that is neither a parameter nor a buffer.
         """
         asked = {key: places for key, places in self._places.items() if saved or not any(p.is_saved for p in places)}
         modules = {id(place.module): place.module for places in asked.values() for place in places}
@@ -336,9 +362,10 @@ class MetaBuffers:
                 lost.append(name)
         if lost:
             raise ConfigError(
-                f"the values of these buffers are not known: {', '.join(lost)}. They are on meta, no weights have "
-                "them, and no reset_parameters() or _init_weights() of the modules computes them; register them "
-                "outside of torch.device('meta'), or give weights= a function that returns them"
+                f"the values of these buffers are not known: {', '.join(lost)}. The buffers are on meta, the weights "
+                "do not contain these buffers, and no reset_parameters() or _init_weights() computes their values. "
+                "Register the buffers outside of torch.device('meta'), or pass as weights= a function that returns "
+                "their values"
             )
         self._require_no_others()
 
@@ -348,14 +375,17 @@ class MetaBuffers:
             for name, value in module.__dict__.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise ConfigError(
-                        f"{f'{prefix}.' if prefix else ''}{name} is a tensor on meta, and neither a parameter nor "
-                        "a buffer; make it on the CPU"
+                        f"{f'{prefix}.' if prefix else ''}{name} is a tensor on meta that is neither a parameter nor "
+                        "a buffer. Create this tensor on the CPU"
                     )
 
 
 @dataclass(eq=False)
 class ModelValues:
-    """Supplies first values from model and optimizer; for parameters on meta, from `weights` or by initialisation."""
+    """Supplies first values from the model and the optimizer.
+
+    For parameters on meta, supplies values from `weights` or by initialisation.
+    """
 
     subject: Subject
     weights: Weights | None
@@ -365,7 +395,10 @@ class ModelValues:
     user_state = None
 
     def check(self) -> None:
-        """Matches names, shapes and dtypes with weight files. A function is checked at each of its calls."""
+        """Compares names, shapes and dtypes of the model with the weight files.
+
+        A weight function is checked at each call.
+        """
         if isinstance(self.weights, WeightFiles):
             wanted = {name: self.partition.whole(name, p) for name, p in self.subject.named.items() if p.is_meta}
             self.weights.check(Names(self.subject.model), {**wanted, **self.meta_buffers})
@@ -375,7 +408,10 @@ class ModelValues:
         return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
-        """Yields first values: of parameters initialised from meta, then of all other parameters in unit order."""
+        """Yields first values.
+
+        Parameters that are initialised from meta come first, then all other parameters in unit order.
+        """
         subject = self.subject
         if self.weights is None and any(p.is_meta for p in subject.named.values()):
             yield from self._initialised(units)
@@ -391,7 +427,7 @@ class ModelValues:
                     yield name, laid_out(self.partition.part(name, whole), dense_strides(parameter)), {}, 0
 
     def _initialised(self, units: Sequence[Unit]) -> Iterator[First]:
-        """Initialises parameters on meta with the model's code, and yields this rank's parts of them."""
+        """Initialises the parameters on meta with the model's code, and yields this rank's rows of each parameter."""
         whole = self.subject.named
         if self.subject.sharding is not None:
             units, whole = find_units(self.subject.model), self.subject.sharding.leaves
@@ -401,12 +437,13 @@ class ModelValues:
                 yield name, laid_out(part, dense_strides(self.subject.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a buffer's values from the weights, if it was on meta."""
+        """Copies a buffer's values from the weights, if the buffer was on meta."""
         if self.weights is not None and name in self.meta_buffers:
             tensor.copy_(self.weights.tensor(name, self.meta_buffers[name]))
 
 
-# If all buffers together have at most this many bytes, every step writes all of them; else only those that changed.
+# If all buffers together have at most this many bytes, every step writes all buffers. Otherwise a step writes only the
+# buffers that changed.
 _ALWAYS_BYTES_MAX = 1 << 20
 
 
@@ -415,7 +452,8 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = {place.name: place for place in persistent_buffers(model)}
-        # Name -> checksum of the committed values. Version counters would miss writes through `.data` (codebooks).
+        # Name -> checksum of the committed values. A version counter is not enough, because some codebooks write
+        # through `.data`, which does not change the version counter.
         self._seen: dict[str, str] = {}
         # Name -> checksum of the staged values; "" if `_always` is true.
         self._staged: dict[str, str] = {}
@@ -426,7 +464,10 @@ class Buffers:
 
     @property
     def names(self) -> list[str]:
-        """The buffers' names in `state_dict()`. If the model drops a buffer, the store keeps its last values."""
+        """The names of the buffers in `state_dict()`.
+
+        If the model drops a buffer, the store keeps the buffer's last values.
+        """
         return [name for name, place in self._places.items() if place.tensor is not None]
 
     def records(self) -> list[Record]:
@@ -440,7 +481,7 @@ class Buffers:
         return self.target(name).cpu().contiguous()
 
     def target(self, name: str) -> torch.Tensor:
-        """Returns a buffer itself, detached, to write to."""
+        """Returns a buffer, detached, so that the caller can write to it."""
         tensor = self._places[name].tensor
         assert tensor is not None, f"the model has dropped {name!r}"
         return tensor.detach()
@@ -452,23 +493,27 @@ class Buffers:
             self.target(name).copy_(values)
 
     def require_same_kinds(self) -> None:
-        """Rejects buffers whose shape or dtype changed since `offload()`. Steps and saves call it first."""
+        """Rejects buffers whose shape or dtype changed since `offload()`.
+
+        Each step and each save calls this method first.
+        """
         for name in self.names:
             now, (dtype, shape) = self.target(name), self._kinds[name]
             if (now.dtype, now.shape) != (dtype, shape):
                 raise ConfigError(
-                    f"buffer {name!r} is {now.dtype} of shape {list(now.shape)}, and was {dtype} of {list(shape)} when "
-                    "the model was offloaded, which its store keeps: set it back, and call this again. A buffer that "
-                    "changes its shape is registered with persistent=False before offload(), or is a plain attribute"
+                    f"buffer {name!r} is {now.dtype} of shape {list(now.shape)}, but was {dtype} of {list(shape)} when "
+                    "the model was offloaded, and its dtype and shape in the store are fixed. Set the buffer back to "
+                    "this dtype and shape, and repeat the call. For a buffer that changes its shape, use "
+                    "persistent=False or a plain attribute"
                 )
 
     def differ(self, store: Store) -> bool:
-        """True if a buffer's values differ from those of the store's last commit."""
+        """True if the values of a buffer differ from the values in the store's last commit."""
         self.require_same_kinds()
         return any(not same_bits(self.tensor(name), store.read(name)[0].contiguous()) for name in self.names)
 
     def stage(self, engine: Engine, step: int) -> None:
-        """Stages the buffers that changed; first discards buffers that an interrupted step staged."""
+        """Stages the buffers that changed. Before that, discards buffers that an interrupted step staged."""
         self.unstage(engine)
         for name in self.names:
             values = self.tensor(name)
@@ -501,7 +546,7 @@ def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves all buffers of a model, persistent or not, to a device; if one move fails, none is moved."""
+    """Moves all buffers of a model to a device. If the move of one buffer fails, moves no buffer."""
     found = list(each_buffer(model))
     tensors = {id(tensor): tensor for _, tensor in found}
     moved = {key: tensor.to(device) for key, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Dequantises tensors of checkpoints in MXFP4, or in FP8 with block scales, one tensor at a time."""
+"""Dequantises weights that are stored in MXFP4 or in FP8 with block scales, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from memascend.checkpoint.weights import WeightTensor
 
 MXFP4, FP8 = "mxfp4", "fp8"
-# Matches the suffix of a quantised model's name on the hub; the name without the suffix is the original model's.
+# Matches the suffix of a quantised model's name on the Hub. The name without this suffix is that of the original model.
 _BY = re.compile(
     r"([-_.](unsloth|bnb|gptq|awq|gguf|int4|int8|4bit|8bit|w4a16|w8a8|w8a16|quantized)\b.*)$", re.IGNORECASE
 )
-# The values of 4-bit floats (E2M1), by code.
+# The value of each code of a 4-bit float (E2M1).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# The dtype of dequantised tensors, unless the caller gives one.
+# The dtype of dequantised tensors, unless the caller chooses a dtype.
 _DTYPE = torch.bfloat16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# The bias of exponents that are stored as uint8.
+# The bias of the exponents, which are stored as uint8.
 _BIAS = 127
-# The most elements that are in memory in float32 at once, besides the result.
+# The largest number of elements that are in memory in float32 at once.
 _PART = 1 << 22
 
 
 @dataclass(frozen=True)
 class _Mxfp4Tensor:
-    """All experts' matrices in MXFP4: two 4-bit elements in a byte, one exponent for each 32 elements of a row."""
+    """The matrices of all experts in MXFP4. A byte has two 4-bit elements; 32 elements of a row share one exponent."""
 
     blocks: WeightTensor  # uint8, (experts, rows, groups, 16)
     exponents: WeightTensor  # uint8, (experts, rows, groups)
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns dtype and shape. transformers' parameter has the stored matrices transposed."""
+        """Returns the dtype and the shape. The parameter in transformers is the transpose of the stored matrices."""
         experts, rows, groups, width = self.blocks.described()[1]
         return dtype or _DTYPE, (experts, 2 * groups * width, rows)
 
@@ -62,19 +62,22 @@ class _Mxfp4Tensor:
 
 @dataclass(frozen=True)
 class _Fp8Tensor:
-    """A matrix (or a stack of matrices) of 8-bit floats, with one scale for each block, or one for all elements."""
+    """A matrix, or a stack of matrices, of 8-bit floats.
+
+    There is one scale per block, or one scale for all elements.
+    """
 
     name: str
     codes: WeightTensor
     scales: WeightTensor
-    block: tuple[int, int] | None  # rows and columns of a block; None: the config does not name them
+    block: tuple[int, int] | None  # rows and columns of a block; None if the config does not contain the block size
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns dtype and shape."""
+        """Returns the dtype and the shape."""
         return dtype or _DTYPE, self.codes.described()[1]
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantises the elements: multiplies in float32, and rounds once."""
+        """Dequantises the elements. Multiplies in float32, and rounds once."""
         dtype, shape = self.described(dtype)
         codes, scales = self.codes.values(), _scales(self.scales.values())
         grid = (*scales.shape[-2:],) if scales.dim() > 1 else (1, 1)
@@ -92,17 +95,19 @@ class _Fp8Tensor:
         return found
 
     def _block(self, shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, int]:
-        """Returns rows and columns of a block: the config's if they fit the grid of scales, else equal blocks.
+        """Returns the rows and columns of a block.
+
+        Uses the config's block size if it fits the grid of scales. Otherwise divides the matrix into equal blocks.
 
         Raises:
-            CorruptionError: the scales do not divide the matrix into equal blocks either.
+            CorruptionError: neither the config's block size nor equal blocks fit the grid of scales.
         """
         if self.block is not None and grid == tuple(map(_parts_of, shape[-2:], self.block)):
             return self.block
         if shape[-2] % grid[0] or shape[-1] % grid[1]:
             raise CorruptionError(
-                f"{self.name} has {list(shape)} elements and {list(grid)} scales, which do not divide it into blocks, "
-                "nor does the config's weight_block_size: fetch the model again"
+                f"{self.name} has {list(shape)} elements and {list(grid)} scales, so the block size is unknown: "
+                "neither the config's weight_block_size nor equal blocks fit. Download the model again"
             )
         return shape[-2] // grid[0], shape[-1] // grid[1]
 
@@ -112,7 +117,7 @@ def _parts_of(whole: int, part: int) -> int:
 
 
 def _scales(stored: torch.Tensor) -> torch.Tensor:
-    """Returns scales in float32; uint8 scales are biased exponents of 2."""
+    """Returns scales in float32. A scale of dtype uint8 is a biased exponent of 2."""
     return (stored.float() - _BIAS).exp2() if stored.dtype == torch.uint8 else stored.float()
 
 
@@ -122,9 +127,9 @@ def method_of(folder: Path) -> Mapping[str, Any] | None:
     if not config.is_file():
         return None
     try:
-        values = json.loads(read_bounded(config, "config of a model: fetch it again"))
+        values = json.loads(read_bounded(config, "config of a model. Download it again"))
     except (ValueError, RecursionError):
-        # Without a readable config, treat the tensors as not quantised.
+        # If the config is not readable, treat the tensors as not quantised.
         return None
     parts = [values, *values.values()] if isinstance(values, dict) else []
     found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
@@ -132,16 +137,16 @@ def method_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def require_plain(sources: Mapping[str, WeightTensor], folder: Path) -> None:
-    """Rejects weights that have scales though no config.json describes their quantisation.
+    """Rejects weights that have scales if no config.json describes their quantisation.
 
     Raises:
-        ConfigError: a name ends in "_scale_inv".
+        ConfigError: the name of a tensor ends in "_scale_inv".
     """
     scales = next((name for name in sources if name.endswith("_scale_inv")), None)
     if scales is not None:
         raise ConfigError(
-            f"{folder} has {scales}, and no config.json there says how its weights are quantized: put the model's "
-            "config.json beside them"
+            f"the weights in {folder} are quantized (they have {scales}), but no config.json there describes the "
+            "quantization. Copy the model's config.json into this folder"
         )
 
 
@@ -159,21 +164,23 @@ def refusal(path: object, how: str) -> ConfigError:
     """Returns the error for a model with an unsupported quantisation, which `how` describes."""
     name = str(path)
     plain = _BY.sub("", name)
-    instead = plain if plain != name else "the one that its card calls base_model"
+    instead = plain if plain != name else "its model card names it as base_model"
     return ConfigError(
-        f"{name} is quantized ({how}), and of such weights only MXFP4 and FP8 with block scales are read, which are "
-        f"dequantized as they stream: download the model without quantization ({instead})"
+        f"{name} is quantized ({how}), but memascend reads only MXFP4 and FP8 with block scales. Download the model "
+        f"without quantization ({instead})"
     )
 
 
 def dequantized(
     sources: Mapping[str, WeightTensor], method: Mapping[str, Any], folder: Path
 ) -> dict[str, WeightTensor]:
-    """Replaces each pair of codes and scales by one dequantised tensor, with the name of the model's parameter.
+    """Replaces each pair of codes and scales by one tensor that is dequantised when it is read.
+
+    This tensor has the name of the model's parameter.
 
     Raises:
         ConfigError: `method` is neither MXFP4 nor FP8.
-        CorruptionError: codes have no scales, or scales no codes.
+        CorruptionError: a tensor of codes has no scales, or scales have no codes.
     """
     kind = method.get("quant_method")
     require_readable(folder, kind)
@@ -181,8 +188,9 @@ def dequantized(
     for name, source in whole.items():
         if source.described()[0] in _FP8 or name.endswith(("_blocks", "_scales", "_scale_inv")):
             raise CorruptionError(
-                f"{folder} has no scales for {name}, or no values that these scales belong to: it is not whole "
-                "(fetch it again), or quantized in a way that is not read (download the model without quantization)",
+                f"{folder} has {name}, but the scales or the codes that belong to it are missing. Download the model "
+                "again. If this does not help, the model's quantization is not supported: download the model "
+                "without quantization",
                 path=str(folder),
             )
     return whole
@@ -204,7 +212,7 @@ def _fp8(sources: Mapping[str, WeightTensor], method: Mapping[str, Any]) -> dict
     size: Any = method.get("weight_block_size")
     is_block = isinstance(size, list) and len(size) == 2 and all(isinstance(one, int) and one > 0 for one in size)
     block = (size[0], size[1]) if is_block else None
-    # Drop scales of activations, which only kernels that multiply 8-bit floats need.
+    # Drop the scales of activations, because only kernels that multiply 8-bit floats need them.
     spare = (".activation_scale", "_activation_scale")
     found: dict[str, WeightTensor] = {}
     for key, source in sources.items():

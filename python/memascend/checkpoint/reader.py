@@ -1,4 +1,4 @@
-"""Reads and verifies checkpoints, and supplies the first values of a store from them."""
+"""Reads and verifies checkpoints, and supplies the first values of a store from a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from memascend.session.decide import Subject
 
 
-# The subfolder for state and manifest: many tools load every safetensors file beside the weights as weights.
+# The subfolder for optimizer state and manifest. State needs a subfolder, because many tools load every safetensors
+# file in the weights' folder as weights.
 FOLDER = "memascend"
 MANIFEST = "manifest.json"
 FORMAT = "memascend checkpoint"
@@ -40,7 +41,7 @@ _READ_BYTES = 8 << 20
 
 
 def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns step and store of a checkpoint; None if the folder has no checkpoint or a damaged one."""
+    """Returns the step and the store of a checkpoint; None if the checkpoint is missing or damaged."""
     try:
         return _identity_in(_manifest(Path(folder)))
     except MemascendError:
@@ -48,7 +49,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def position_of(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the Trainer's position in a checkpoint; None if the checkpoint is damaged, missing or has no position."""
+    """Returns the Trainer's position in a checkpoint; None if the checkpoint is missing, damaged or has no position."""
     try:
         return _manifest(Path(folder)).get("position")
     except MemascendError:
@@ -60,9 +61,9 @@ def _identity_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided(key: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """Splits a state tensor's name into the parameter's name in the model and the name of the state.
+    """Splits the name of a state tensor into the parameter's name in the model and the name of the state.
 
-    Both may have dots. `names`: names of parameters in files -> names in the model.
+    Both parts may contain dots. `names`: a parameter's name in files -> its name in the model.
     """
     ends = [end for end, letter in enumerate(key) if letter == "." and key[:end] in names]
     end = ends[-1] if ends else key.rfind(".")
@@ -70,26 +71,30 @@ def _divided(key: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def state_key(name: str, of: str) -> str:
-    """Returns the name of a parameter's state tensor in a checkpoint."""
+    """Returns the name of the state tensor `of` of the parameter `name` in a checkpoint."""
     return f"{saved_name(name)}.{of}"
 
 
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of the manifest's file: a canonical form, so that a reader detects a change of any byte."""
+    """Returns the bytes of the manifest's file.
+
+    Equal manifests always give the same bytes, so that a reader detects a change of any byte.
+    """
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = checksum_of(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
     return json.dumps({**content, "checksum": checksum}, sort_keys=True, indent=1).encode() + b"\n"
 
 
 class Checkpoint:
-    """A checkpoint on disk: its folder, and its checked manifest."""
+    """A checkpoint on storage: its folder and its checked manifest."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Reads and checks the manifest; checks that every file exists and has the right length.
+        """Reads and checks the manifest. Checks that every file exists and has the right length.
 
         Raises:
             ConfigError: the folder has no manifest.
-            CorruptionError: the checkpoint is damaged, partial or of another version; the message says which.
+            CorruptionError: the checkpoint is damaged, a file is missing, or the checkpoint has another version. The
+                message names the problem.
         """
         self.folder = Path(folder)
         self.manifest = _manifest(self.folder)
@@ -105,16 +110,16 @@ class Checkpoint:
                 ) from error
             if nbytes != entry["bytes"]:
                 raise CorruptionError(
-                    f"{path} has {nbytes} bytes, and the checkpoint's manifest says {entry['bytes']}: the file was cut off "
-                    "or replaced. Copy it again, or begin from another checkpoint",
+                    f"{path} has {nbytes} bytes, but {entry['bytes']} bytes according to the checkpoint's manifest. "
+                    "The file was cut off or replaced. Copy the file again, or use another checkpoint",
                     path=str(path),
                 )
 
     def verify(self, rank: int = 0, count: int = 1) -> None:
-        """Reads every byte and compares it with the manifest; `count` ranks share the parts of tensors among them.
+        """Reads every byte and compares the checksums with the manifest. `count` ranks divide the work among them.
 
         Raises:
-            CorruptionError: a checksum differs; the message names file and tensor.
+            CorruptionError: a checksum differs. The message names the file and the tensor.
         """
         total = sum(entry["bytes"] for entry in self.manifest["files"].values()) // count
         turns = itertools.count()
@@ -131,31 +136,34 @@ def _manifest(folder: Path) -> dict[str, Any]:
     """Reads and checks a manifest; raises the errors of `Checkpoint()`."""
     path = folder / FOLDER / MANIFEST
     if not path.exists():
-        raise ConfigError(f"{folder} is no checkpoint: it has no {FOLDER}/{MANIFEST}, which optimizer.save() writes")
-    text = read_bounded(path, "manifest of a checkpoint: begin from another checkpoint")
+        raise ConfigError(
+            f"{folder} is not a checkpoint of memascend: {FOLDER}/{MANIFEST} is missing. Pass a folder that "
+            "optimizer.save() has written"
+        )
+    text = read_bounded(path, "manifest of a checkpoint. Use another checkpoint")
     try:
         manifest: dict[str, Any] = json.loads(text)
         whole = isinstance(manifest, dict) and render_manifest(manifest) == text
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"{path} is damaged: {error}", path=str(path)) from error
+        raise CorruptionError(f"{path} is damaged: {error}. Use another checkpoint", path=str(path)) from error
     if not whole:
         raise CorruptionError(
-            f"{path} is damaged: its checksum is not that of its content. Begin from another checkpoint", path=str(path)
+            f"{path} is damaged: its checksum does not match its content. Use another checkpoint", path=str(path)
         )
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CorruptionError(
-            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}, and this memascend reads "
-            f"{FORMAT!r} version {VERSION}: use the memascend that wrote it",
+            f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}, but this version of memascend "
+            f"reads {FORMAT!r} version {VERSION}. Use the version of memascend that wrote the checkpoint",
             path=str(path),
         )
     problem = _malformed(manifest)
     if problem:
-        raise CorruptionError(f"{path} is malformed: {problem}", path=str(path))
+        raise CorruptionError(f"{path} is malformed ({problem}). Use another checkpoint", path=str(path))
     return manifest
 
 
 def _malformed(manifest: dict[str, Any]) -> str | None:
-    """Returns the field that is malformed although the checksum is right; None if all are well-formed."""
+    """Returns a description of the first malformed field; None if all fields are well-formed."""
     kinds = {"step": int, "store": str, "optimizer": str, "groups": list, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
@@ -173,7 +181,7 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
 
 
 def _well(name: str, entry: Any) -> bool:
-    """True if a file's path is inside the checkpoint and its entry is well-formed."""
+    """True if the path `name` is inside the checkpoint and the entry of this file is well-formed."""
     parts = Path(name).parts
     inside = parts in ((name,), (FOLDER, parts[-1] if parts else "")) and ".." not in parts and parts[-1] != "/"
     kinds = {"bytes": int, "header": str, "tensors": dict}
@@ -182,7 +190,10 @@ def _well(name: str, entry: Any) -> bool:
 
 
 def _in_parts(entry: Any) -> bool:
-    """True if a list has the first byte and the checksum of each part of a tensor, in order, from byte 0."""
+    """True if `entry` is a list that has, for each part of a tensor, the part's first byte and checksum.
+
+    The parts must be in order and begin with byte 0.
+    """
     whole = isinstance(entry, list) and all(
         isinstance(part, list) and [*map(type, part)] == [int, str] for part in entry
     )
@@ -191,7 +202,10 @@ def _in_parts(entry: Any) -> bool:
 
 
 def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], progress: Progress) -> None:
-    """Compares a safetensors file with its manifest entry: the header, and tensor parts for which `mine()` is true."""
+    """Compares a safetensors file with its entry in the manifest.
+
+    Checks the header. Calls `mine()` once for each part of a tensor, and checks the part if the result is True.
+    """
     buffer = bytearray(_READ_BYTES)
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123
 
@@ -211,7 +225,7 @@ def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], prog
         length = int.from_bytes(file.read(8), "little")
         if length > entry["bytes"] - 8 or checksum(0, 8 + length) != entry["header"]:
             raise CorruptionError(
-                f"the header of {path} is damaged: its checksum is not the manifest's. Begin from another checkpoint",
+                f"the header of {path} is damaged: its checksum differs from the manifest. Use another checkpoint",
                 path=str(path),
             )
         file.seek(8)
@@ -219,8 +233,8 @@ def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], prog
         header.pop("__metadata__", None)
         if header.keys() != entry["tensors"].keys():
             raise CorruptionError(
-                f"{path} does not hold the tensors that the manifest names, so one of the two is of another "
-                "checkpoint: copy the whole folder again, or begin from another checkpoint",
+                f"the tensors in {path} differ from the tensors in the checkpoint's manifest, so the file or the "
+                "manifest belongs to another checkpoint. Copy the whole folder again, or use another checkpoint",
                 path=str(path),
             )
         for name, described in header.items():
@@ -228,7 +242,7 @@ def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], prog
             for first, until, expected in _parts(entry["tensors"][name], end - start):
                 if mine() and checksum(8 + length + start + first, until - first) != expected:
                     raise CorruptionError(
-                        f"{name!r} in {path} is damaged: its checksum is not the manifest's. Begin from another "
+                        f"{name!r} in {path} is damaged: its checksum differs from the manifest. Use another "
                         "checkpoint",
                         path=str(path),
                         offset=8 + length + start + first,
@@ -237,7 +251,10 @@ def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], prog
 
 
 def _parts(entry: Any, nbytes: int) -> list[tuple[int, int, str]]:
-    """Returns first byte, end and checksum of each part of a tensor, from its entry in the manifest."""
+    """Returns the first byte, the end and the checksum of each part of a tensor.
+
+    `entry`: the tensor's manifest entry.
+    """
     firsts, sums = ([0], [entry]) if isinstance(entry, str) else zip(*entry, strict=True)
     return [*zip(firsts, [*firsts[1:], nbytes], sums, strict=True)]
 
@@ -254,32 +271,33 @@ class CheckpointValues:
         self.step: int = self.checkpoint.manifest["step"]
         self.user_state: Any = _user_state(self.checkpoint.manifest, self.partition.layout)
         self._weights = WeightFiles(self.checkpoint.folder)
-        # Files with the optimizer's state.
+        # The names of the files with optimizer state.
         files = [name for name in self.checkpoint.manifest["files"] if Path(name).parent.name == FOLDER]
         self._state = WeightFiles(self.checkpoint.folder, files)
-        # Name of a parameter whose state is converted -> its form in the checkpoint, and its form in this run.
+        # The name of a parameter whose state is converted -> the form of its state in the checkpoint, and in this run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
-        """Rejects a checkpoint of another model or optimizer, or a damaged one; warns of conversions.
+        """Rejects a checkpoint that is damaged or belongs to another model or optimizer. Warns if state is converted.
 
         Raises:
-            ConfigError: model, optimizer, groups or state do not fit.
+            ConfigError: the checkpoint's weights, optimizer, groups or state do not fit this run.
             CorruptionError: the checkpoint is damaged.
         """
         where, manifest = self.checkpoint.folder, self.checkpoint.manifest
         here = title_of(self.subject.arithmetic.optimizer)
         if manifest["optimizer"] != here:
             raise ConfigError(
-                f"the checkpoint {where} is of {manifest['optimizer']}, and the optimizer is {here}, which keeps other "
-                "state: give the optimizer of the checkpoint, or begin from its weights alone with weights="
+                f"the checkpoint {where} was saved with {manifest['optimizer']}, but this run's optimizer is {here}, "
+                "whose state is different. Use the optimizer of the checkpoint, or use only the checkpoint's weights "
+                "with weights="
             )
         self.subject.arithmetic.require_members(manifest, f"the checkpoint {where}")
         groups = self.subject.arithmetic.optimizer.param_groups
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(
-                f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, the optimizer {len(groups)}, "
-                "so that their options have no place: make the optimizer with the groups that were saved"
+                f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, but the optimizer has "
+                f"{len(groups)}. Make the optimizer with the same parameter groups as before"
             )
         whole = {name: self.partition.whole(name, parameter) for name, parameter in self.subject.named.items()}
         buffers = {name: self.subject.buffers.tensor(name) for name in self.subject.buffers.names}
@@ -287,8 +305,8 @@ class CheckpointValues:
         problems = self._problems()
         if problems:
             raise ConfigError(
-                f"the state in the checkpoint {where} is not that of this optimizer and master_dtype: "
-                f"{listed(problems, '; ')}. Give the options that it was saved with"
+                f"the optimizer state in the checkpoint {where} does not fit this run's optimizer and master_dtype: "
+                f"{listed(problems, '; ')}. Use the options with which the checkpoint was saved"
             )
         self.checkpoint.verify(self.partition.layout.rank, self.partition.layout.size)
         words = conversion_warning(where, self._conversions.values())
@@ -296,24 +314,27 @@ class CheckpointValues:
             warn(words)
 
     def _problems(self) -> list[str]:
-        """Describes the state tensors that do not fit; also fills `_conversions`."""
+        """Describes the state tensors that do not fit this run. Also fills `_conversions`."""
         there: dict[str, dict[str, torch.Tensor]] = {}
         of_saved = {saved_name(name): name for name in self.subject.named}
         for key in self._state.keys:
             name, of = _divided(key, of_saved)
             there.setdefault(name, {})[of] = self.partition.part(name, self._state.on_meta(key), of)
         if self.partition.layout.size > 1:
-            # Skip parameters without rows on this rank: other ranks check them.
+            # Skip parameters that have no rows on this rank, because other ranks check these parameters.
             there = {name: tensors for name, tensors in there.items() if name in self.subject.named}
         problems = []
         for name in self.subject.trained:
             problems += self._problems_of(name, there.pop(name, {}))
         for name, tensors in there.items():
-            problems += [f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(tensors)]
+            problems += [f"{state_key(name, of)}, which the optimizer does not use" for of in sorted(tensors)]
         return problems
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
-        """Describes a parameter's state tensors that do not fit; notes a conversion if the form can be converted."""
+        """Describes a parameter's state tensors that do not fit.
+
+        If the form of the state can be converted, adds the conversion to `_conversions` instead.
+        """
         kept, shape = self._kept(name), self.subject.named[name].shape
         wanted = {**kept, UPDATES: torch.empty((), dtype=torch.int64, device="meta")}
         one = form_of({of: tensor for of, tensor in found.items() if of != UPDATES}, shape)
@@ -323,12 +344,13 @@ class CheckpointValues:
                 self._conversions[name] = one, other
                 return []
         elif self._order_of(name) != self._own_order(name):
-            # The checkpoint's blocks cover other elements than this run's blocks: decode the state, and encode it anew.
+            # The checkpoint's blocks cover other elements than this run's blocks, so the state has to be decoded and
+            # encoded again.
             assert one is not None
             self._conversions[name] = one, one
-        problems = [f"no {state_key(name, of)}" for of in wanted if of not in found]
+        problems = [f"{state_key(name, of)} is missing" for of in wanted if of not in found]
         problems += [
-            f"{state_key(name, of)}, which the optimizer does not keep" for of in sorted(found.keys() - wanted.keys())
+            f"{state_key(name, of)}, which the optimizer does not use" for of in sorted(found.keys() - wanted.keys())
         ]
         for of in wanted.keys() & found.keys():
             dtype, shape = found[of].dtype, found[of].shape
@@ -337,16 +359,19 @@ class CheckpointValues:
         return problems
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:
-        """Returns the state tensors that this run keeps for a parameter, on meta, in the form of a checkpoint."""
+        """Returns the state tensors of a parameter in this run, on meta, in the form of a checkpoint."""
         return plain_tensors(self.subject.arithmetic.of(self.subject.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
-        """Returns the order of dimensions in which the checkpoint's blocks count elements; None: row-major."""
+        """Returns the order of the dimensions that the checkpoint's blocks follow; None for the row-major order."""
         orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
         return orders.get(saved_name(name))
 
     def _own_order(self, name: str) -> list[int] | None:
-        """Returns the order of dimensions for this run; the checkpoint's own order if this run has no blocks."""
+        """Returns the order of the dimensions that this run's blocks follow; None for the row-major order.
+
+        If this run has no blocks, returns the checkpoint's order.
+        """
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)
         parameter = self.subject.named[name]
@@ -355,13 +380,16 @@ class CheckpointValues:
         return None if order is None else list(order)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Returns the checkpoint's hyperparameters and identity, which the store keeps until its first step."""
+        """Returns the checkpoint's hyperparameters and identity. A new store keeps the result until its first step."""
         manifest = self.checkpoint.manifest
         names = ("groups", "loss_scale", "attributes", "seed", "schedule", "position")
         return {**{name: manifest[name] for name in names if name in manifest}, "origin": _identity_in(manifest)}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
-        """Yields the first values in the order of the units; unconverted tensors are views of the mapped files."""
+        """Yields the first values in the order of the units.
+
+        Tensors that are not converted are views of the mapped files.
+        """
         trained = set(self.subject.trained)
         for unit in units:
             for name in unit.parameters:
@@ -376,10 +404,13 @@ class CheckpointValues:
                 yield name, values, state, step
 
     def _state_of(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns this rank's part of a parameter's state, in float32 if converted; `values`: the whole parameter."""
+        """Returns this rank's part of a parameter's state; converted state is in float32.
+
+        `values`: the whole parameter.
+        """
         parameter = self.subject.named[name]
         if name in self._conversions:
-            # Decode the whole parameter, since blocks may end within rows.
+            # Decode the state of the whole parameter, because a block may end in the middle of a row.
             whole = self._converted(name, values)
         else:
             whole = {of: self._state.at(state_key(name, of)) for of in self._kept(name)}
@@ -388,7 +419,7 @@ class CheckpointValues:
         return {of: laid_out(one, strides) if one.shape == parameter.shape else one for of, one in parts.items()}
 
     def _converted(self, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the whole state of a parameter in float32, without a master if this run has none."""
+        """Returns the whole state of a parameter in float32. Leaves the master out if this run has no master."""
         one, other = self._conversions[name]
         strides = strides_of(values.shape, self._order_of(name))
         found = {of: self._state.at(state_key(name, of)) for of in one.kinds(values.shape)}
@@ -404,12 +435,15 @@ class CheckpointValues:
 
 
 def _user_state(manifest: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns this rank's `user_state`; rank 0's, with a warning, if another number of ranks wrote the checkpoint."""
+    """Returns this rank's `user_state`.
+
+    If another number of ranks wrote the checkpoint, warns, and returns the `user_state` of rank 0.
+    """
     states = manifest.get("user_states", [manifest["user_state"]] * layout.size)
     if len(states) == layout.size:
         return states[layout.rank]
     warn(
-        f"{len(states)} ranks wrote this checkpoint, each with a user_state of its own, and {layout.size} start "
-        "from it: each has that of rank 0"
+        f"{len(states)} ranks wrote this checkpoint, but {layout.size} ranks start from it. So every rank gets the "
+        "user_state of rank 0, and the user_state of all other ranks is not used"
     )
     return manifest["user_state"]

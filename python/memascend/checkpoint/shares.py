@@ -1,4 +1,4 @@
-"""Fills the files of a checkpoint: each rank writes its own rows into them, or rank 0 writes the rows of all."""
+"""Writes tensors into the files of a checkpoint. Each rank writes its own rows, or rank 0 writes all rows."""
 
 from __future__ import annotations
 
@@ -28,37 +28,40 @@ if TYPE_CHECKING:
     from memascend.distributed.control_plane import Exchange
     from memascend.distributed.sharding import Sharding
 
-    # File -> tensor -> offset of the tensor in the file.
+    # Name of a file -> name of a tensor -> offset of the tensor in the file.
     Places = Mapping[str, Mapping[str, int]]
-    # The part of a tensor that one process has written: first byte, end, checksum.
+    # The part of a tensor that one process has written: its first byte, its end, its checksum.
     Part = tuple[int, int, str]
-    # (file, tensor) -> the parts of all processes, in order.
+    # (name of a file, name of a tensor) -> the parts that the processes have written, in order.
     Sums = Mapping[tuple[str, str], Sequence[Part]]
 
 
 _log = logging.getLogger("memascend")
-# Bytes that are written to the page cache before files are flushed.
+# The number of bytes that are written to the page cache before the files are flushed.
 _FLUSH_BYTES = 256 << 20
-# The most files open at once: a checkpoint of terabytes has more files than a process may open.
+# The largest number of files that are open at once. A checkpoint of terabytes has more files than a process may open.
 _OPEN_MAX = 16
-# Temporary files in the folder of a checkpoint: the offsets of its tensors, and the parts and checksums of each rank.
+# Temporary files in the folder of a checkpoint: one with the offsets of all tensors, and one per rank with the parts
+# that this rank has written and their checksums.
 _PLACES = ".memascend-places"
 _SUMS = ".memascend-sums-{}"
-# How often within `timeout` a writing rank reports that it is alive.
+# How often a rank that is still writing reports this within `timeout`.
 _BEATS = 4
 
 
 class TensorFiles:
-    """Writes one process's part of a checkpoint's files: of each tensor one range of bytes, in order.
+    """Writes one process's part of a checkpoint's files. Writes one range of bytes of each tensor, from start to end.
 
-    Other ranks write to the same pages. So the files are opened for writing only, and never read before: an NFS client
-    that has a page cached may write the whole page, and overwrite other ranks' bytes with old ones.
+    Other ranks may write to the same pages of a file. So this process opens the files for writing only, and never reads
+    the files. An NFS client that has read a page may later write the whole page back, and so overwrite new bytes of
+    other ranks with old bytes.
     """
 
     def __init__(self, folder: Path, descriptor: int, places: Places) -> None:
-        """`descriptor`: the descriptor of the folder.
+        """`descriptor`: the file descriptor of `folder`.
 
-        Files are opened by this descriptor, so that a rank that hangs never writes to a later save.
+        Files are opened relative to this descriptor. So a rank that hangs cannot write to the folder of a later save,
+        which may have the same path.
         """
         self._folder = folder
         self._descriptor = descriptor
@@ -69,13 +72,15 @@ class TensorFiles:
         }
         self._open: dict[str, int] = {}
         self._unflushed = 0
-        # (file, tensor) -> first byte, end, and checksum of the bytes written so far.
+        # (name of a file, name of a tensor) -> the first byte, the end, and the checksum of the bytes written so far.
         self._written: dict[tuple[str, str], tuple[int, int, Checksum]] = {}
 
     def put(self, name: str, of: str, start: int, values: torch.Tensor) -> None:
-        """Writes elements of a record's values (`of` is "") or of its state tensor `of`, from element `start` on.
+        """Writes consecutive elements of the record `name`, from element `start` on.
 
-        Each call must continue where the last call for this tensor ended.
+        `of`: the name of a state tensor, or "" for the record's values.
+
+        Each call for a tensor must continue where the previous call for the same tensor ended.
         """
         if values.numel() == 0:
             return
@@ -96,7 +101,7 @@ class TensorFiles:
                 self._flush()
 
     def _file(self, name: str) -> int:
-        """Returns the descriptor of a file; flushes and closes all others first if `_OPEN_MAX` are open."""
+        """Returns the descriptor of a file. If `_OPEN_MAX` files are open, first flushes and closes all of them."""
         if name not in self._open:
             if len(self._open) == _OPEN_MAX:
                 self._flush()
@@ -105,14 +110,14 @@ class TensorFiles:
         return self._open[name]
 
     def _flush(self) -> None:
-        """Flushes the open files, and drops them from the page cache."""
+        """Flushes the open files, and drops their pages from the page cache."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self._unflushed = 0
 
     def finish(self) -> dict[tuple[str, str], Part]:
-        """Flushes all files; returns the written part of each tensor."""
+        """Flushes all files. Returns the written part of each tensor."""
         with file_errors(self._folder, "cannot be written"):
             self._flush()
         return {key: (first, end, str(checksum)) for key, (first, end, checksum) in self._written.items()}
@@ -132,7 +137,7 @@ def write_into(
 ) -> dict[tuple[str, str], list[Part]]:
     """Writes all of `contents` into the files of a folder, and flushes them; returns the written parts.
 
-    Calls `beat` after each write. `descriptor`: the descriptor of the folder, if the folder is open.
+    Calls `beat` after each write. `descriptor`: the file descriptor of the folder, if the caller has opened it.
     """
     with contextlib.ExitStack() as ends:
         if descriptor is None:
@@ -152,7 +157,11 @@ def write_into(
 
 
 def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, str]]:
-    """Returns a tensor's entry in the manifest: its checksum, or first byte and checksum of each of its parts."""
+    """Returns a tensor's entry in the manifest.
+
+    If the tensor has one part, the entry is the checksum of this part. If the tensor has several parts, the entry has
+    the first byte and the checksum of each part.
+    """
     ends = [0, *(end for _, end, _ in parts)]
     assert [*(first for first, _, _ in parts), nbytes] == ends, f"{parts} of {nbytes} bytes"
     if len(parts) > 1:
@@ -161,14 +170,14 @@ def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, st
 
 
 def _opened(folder: Path, ends: contextlib.ExitStack) -> int:
-    """Opens a folder until `ends` closes; returns its descriptor."""
+    """Opens a folder, and returns its file descriptor. Closing `ends` closes the descriptor."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     ends.callback(os.close, descriptor)
     return descriptor
 
 
 class Shares:
-    """Writes the tensors of checkpoints on all ranks together."""
+    """Writes the tensors of checkpoints; all ranks take part."""
 
     def __init__(self, sharding: Sharding, exchange: Exchange) -> None:
         self._sharding = sharding
@@ -179,12 +188,12 @@ class Shares:
     def fill(self, own: StoreContents, folder: Path | None = None, places: Places | None = None) -> Sums:
         """Writes the tensors into the files of a folder; all ranks call this together.
 
-        Rank 0 passes `folder` and `places`, and gets the parts of all ranks; other ranks pass neither. Each rank writes
-        its own rows if all ranks can write to the folder; otherwise all ranks send their rows to rank 0, which writes
-        all rows.
+        Rank 0 passes `folder` and `places`, and gets the written parts of all ranks. Other ranks pass neither `folder`
+        nor `places`. If all ranks can write to the folder, each rank writes its own rows. Otherwise all ranks send
+        their rows to rank 0, and rank 0 writes all rows.
 
         Raises:
-            StoppedError: rank 0 writes all rows, and the rows of another rank did not arrive.
+            StoppedError: rank 0 has to write all rows, but the rows of another rank did not arrive.
         """
         sharding, exchange, rank = self._sharding, self._exchange, self._sharding.layout.rank
         word = uuid.uuid4().hex
@@ -194,7 +203,7 @@ class Shares:
         with contextlib.ExitStack() as ends:
             try:
                 descriptor = _opened(Path(path), ends)
-                # Open for writing to test the permission; write nothing.
+                # Open the file for writing to test the permission, but write nothing.
                 with open(os.open(_PLACES, os.O_RDWR | os.O_CLOEXEC, dir_fd=descriptor), "rb") as file:  # noqa: PTH123
                     there = json.load(file)
                 unseen = None if there["word"] == word else f"sees another folder at {path}"
@@ -206,11 +215,15 @@ class Shares:
             if folder is not None:
                 (folder / _PLACES).unlink()
             others = [one for one in found if one is not None]
-            self._log(f"rank 0 writes, since {others[0]}" if others else f"each of {len(found)} ranks writes its rows")
+            self._log(
+                f"rank 0 writes all rows, since {others[0]}"
+                if others
+                else f"each of {len(found)} ranks writes its rows"
+            )
             if not others:
                 return self._written(own, Path(path), there["places"], descriptor)
         line = exchange.line.open()
-        # Only ranks of the first replica send rows; ranks of other replicas have the same rows, and send none.
+        # Only ranks of the first replica send rows, because ranks of other replicas have the same rows.
         given: Collection[str] = () if sharding.layout.replica else sharding.rows
         share = ShareContents(own, sharding.rows, sharding.layout, given)
         if folder is not None and places is not None:
@@ -219,13 +232,16 @@ class Shares:
         return {}
 
     def _log(self, way: str) -> None:
-        """Logs on rank 0 how a checkpoint is written, if the last checkpoint was written in another way."""
+        """Logs on rank 0 how a checkpoint is written.
+
+        Does not log again if the next checkpoint is written in the same way.
+        """
         if way != self._logged and not self._exchange.rank:
-            _log.info("the checkpoint: %s", way)
+            _log.info("saving the checkpoint: %s", way)
         self._logged = way
 
     def _written(self, own: StoreContents, folder: Path, places: Places, descriptor: int) -> Sums:
-        """Writes this rank's rows; returns the written parts. Rank 0 reads and returns the parts of all ranks."""
+        """Writes this rank's rows, and returns the written parts. Rank 0 returns the written parts of all ranks."""
         sharding, exchange = self._sharding, self._exchange
         share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
         self._beat_at = time.monotonic() + exchange.timeout / _BEATS
@@ -243,9 +259,10 @@ class Shares:
         return sums
 
     def _beat(self) -> None:
-        """Reports from time to time that this rank still writes: ranks with fewer rows or a faster drive wait for it.
+        """Reports from time to time that this rank is still writing. Ranks that have finished wait for this rank.
 
-        `_written()` answers each report of another rank by `all_values(True)` once its own rows are written.
+        Once a rank has written its own rows, its `_written()` answers each report of another rank with
+        `all_values(True)`.
         """
         if time.monotonic() >= self._beat_at:
             self._exchange.all_values(False)
@@ -253,7 +270,7 @@ class Shares:
 
 
 def _write(path: Path, content: object, folder: int | None = None) -> None:
-    """Writes and flushes a JSON file; `folder`: the descriptor of its folder, or None to open it by its path."""
+    """Writes and flushes a JSON file. `folder`: the file descriptor of its folder; None to open the file by `path`."""
     name = path if folder is None else path.name
     with file_errors(path, "cannot be written"):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC

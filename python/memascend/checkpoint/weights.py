@@ -1,4 +1,7 @@
-"""Loads weights for a model on "meta", from a function or from safetensors files, which are checked first."""
+"""Loads the weights of a model on meta, from a function or from safetensors files.
+
+Checks files before any of their values is used.
+"""
 
 from __future__ import annotations
 
@@ -26,46 +29,56 @@ if TYPE_CHECKING:
     from memascend.checkpoint.files import Matched, Names
 
 
-# transformers' operations: the first stacks the experts' matrices into one parameter; the second joins stacks into one.
+# Operations of transformers. The first operation stacks the matrices of all experts. The second operation joins several
+# stacks.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
 
 class WeightTensor(Protocol):
-    """One tensor of weights. `dtype` applies to quantised tensors only; other tensors keep the files' dtype."""
+    """One tensor of weights.
+
+    `dtype` applies only to quantised tensors; any other tensor keeps the dtype of its file.
+    """
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Returns dtype and shape; None for a dtype that torch lacks."""
+        """Returns the dtype and the shape. The dtype is None if torch does not support it."""
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the elements."""
 
 
-# A tensor's name in the files, the converter's pattern that it fits, and the tensor.
+# A tensor's name in the files, the pattern of the converter that matches this name, and the tensor.
 _Named = tuple[str, str, WeightTensor]
 
 
 @dataclass(frozen=True)
 class _MergedTensor:
-    """A parameter that transformers' converter makes from tensors in files; it may make several parameters at once."""
+    """A parameter that a converter of transformers makes from tensors in files.
+
+    One conversion may make several parameters.
+    """
 
     name: str
-    layer: str  # the name under which transformers collects the parts
-    converter: Any  # transformers' converter; copied for each use, since it collects tensors
+    layer: str  # the name under which the converter collects the parts
+    converter: Any  # the converter of transformers; each use copies it, because a converter collects tensors
     config: Any
     parts: Sequence[_Named]  # the converter's inputs
 
     def names(self) -> list[str]:
-        """Returns the names of all tensors that the conversion makes, this one included."""
+        """Returns the names of all tensors that the conversion makes. This includes `self.name`."""
         return list(self._all(_on_meta))
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype | None, tuple[int, ...]]:
-        """Returns dtype and shape, by a conversion of tensors on meta."""
+        """Returns the dtype and the shape. Converts tensors on meta to find the dtype and the shape."""
         made = self._made(lambda source: _on_meta(source, dtype))
         return made.dtype, tuple(made.shape)
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the elements, in memory: copies stacked experts one by one; transformers converts all else."""
+        """Returns the elements, in memory.
+
+        Copies stacked experts one by one; transformers does any other conversion.
+        """
         stacked = self._stacked()
         if stacked is None:
             return self._made(lambda source: source.values(dtype)).contiguous()
@@ -80,9 +93,10 @@ class _MergedTensor:
         return whole
 
     def _stacked(self) -> list[list[WeightTensor]] | None:
-        """Returns the experts' matrices by pattern; None if the conversion does more than stack and join them.
+        """Returns the experts' matrices, one list per pattern. Returns None if the conversion has other operations.
 
-        The conversion stacks matrices along a new first dimension, and joins the stacks along the second.
+        The supported conversion stacks the matrices of a pattern along a new first dimension, and joins the stacks of
+        several patterns along the second dimension.
         """
         operations = [(type(each).__name__, getattr(each, "dim", None)) for each in self.converter.operations]
         of_pattern: dict[str, list[WeightTensor]] = {pattern: [] for pattern in self.converter.source_patterns}
@@ -94,12 +108,12 @@ class _MergedTensor:
         return pieces if known and flat and len({len(sources) for sources in pieces}) == 1 else None
 
     def _made(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> torch.Tensor:
-        """Converts the tensors that `value_of` returns for the parts; returns this parameter."""
+        """Converts the tensors that `value_of` returns for the parts. Returns the parameter `self.name`."""
         made: torch.Tensor | list[torch.Tensor] = self._all(value_of)[self.name]
         return made[0] if isinstance(made, list) else made
 
     def _all(self, value_of: Callable[[WeightTensor], torch.Tensor]) -> dict[str, Any]:
-        """Converts the tensors that `value_of` returns for the parts; returns all resulting tensors, by name."""
+        """Converts the tensors that `value_of` returns for the parts. Returns all resulting tensors, by name."""
         converter = copy.deepcopy(self.converter)
         for key, pattern, source in self.parts:
             converter.add_tensor(self.layer, key, pattern, value_of(source))
@@ -110,7 +124,9 @@ class _MergedTensor:
 
 
 def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -> dict[str, WeightTensor] | None:
-    """Converts files' tensors to the model's names; returns None if transformers has no conversion for the model.
+    """Converts tensors of files to tensors with the model's names.
+
+    Returns None if transformers has no conversion for the model.
 
     Raises:
         ConfigError: transformers cannot convert the tensors.
@@ -124,7 +140,7 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
     config = getattr(model, "config", None)
     found: dict[str, WeightTensor] = {}
     layers: dict[str, list[_Named]] = {}
-    # Sort naturally, so that experts are in the order of their numbers.
+    # Sort names with numbers in numerical order, so that the experts are in order.
     for key in sorted(sources, key=dot_natural_key):
         name, pattern = rename(key)
         if pattern is None:
@@ -137,24 +153,24 @@ def convert_names(model: torch.nn.Module, sources: Mapping[str, WeightTensor]) -
             names = _MergedTensor(layer, layer, converter, config, parts).names()
         except Exception as error:
             raise ConfigError(
-                f"transformers cannot make {layer} from {parts[0][0]} and {len(parts) - 1} more: {error}; give a "
-                "function as weights= that returns it"
+                f"transformers cannot make {layer} from {parts[0][0]} and {len(parts) - 1} more tensors: {error}. Pass "
+                f"as weights= a function that returns {layer}"
             ) from error
         found.update({name: _MergedTensor(name, layer, converter, config, parts) for name in names})
     return found
 
 
 def misread_names(model: torch.nn.Module) -> list[str]:
-    """Returns names of the model that transformers would rename if a file had them."""
+    """Returns the names in the model that transformers would rename if a file had tensors with these names."""
     rename, _ = _renaming(model)
     return [] if rename is None else [name for name in _names(model) if rename(name) != (name, None)]
 
 
 def _renaming(model: torch.nn.Module) -> tuple[Callable[[str], tuple[str, str | None]] | None, list[Any]]:
-    """Returns transformers' function that renames tensors of files for this model, and its converters.
+    """Returns the function by which transformers renames tensors of files for this model, and the model's converters.
 
-    The function returns the new name, and the pattern of the converter that takes the tensor, or None. The function is
-    None if transformers renames nothing.
+    The function returns a tensor's new name and the pattern of the converter for this tensor. The pattern is None if no
+    converter uses the tensor. Instead of the function, returns None if transformers renames nothing.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -179,7 +195,7 @@ def _names(model: torch.nn.Module) -> list[str]:
 
 
 def _on_meta(source: WeightTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns a tensor on meta with dtype and shape of `source`."""
+    """Returns a tensor on meta that has the dtype and the shape of `source`."""
     of, shape = source.described(dtype)
     return torch.empty(shape, dtype=of, device="meta")
 
@@ -189,59 +205,57 @@ _SINGLE = "model.safetensors"
 
 
 def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
-    """Opens the argument of `offload(weights=)`, whose type `Options` has checked."""
+    """Opens the argument of `offload(weights=)`. `Options` has checked its type."""
     return WeightFunction(weights) if callable(weights) else WeightFiles(Path(expanded(weights)))
 
 
 class WeightFunction:
-    """The user's function (name, parameter on meta) -> values; called for one parameter at a time."""
+    """The user's function (name, parameter on meta) -> values. It is called for one parameter at a time."""
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         self._function = function
 
     def has(self, name: str) -> bool:
-        """Returns True: the function is called for every buffer that the model cannot compute."""
+        """Returns True, because the function is called for every buffer that the model cannot compute."""
         del name
         return True
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Calls the function, and checks the returned tensor.
+        """Calls the user's function, and checks the tensor that it returns.
 
         Raises:
-            ConfigError: the function returned no dense tensor of the shape and dtype of `like`.
+            ConfigError: the function did not return a dense tensor that has the shape and dtype of `like`.
         """
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
             is_tensor = isinstance(values, torch.Tensor)
             kind = f"{values.layout} on {values.device}" if is_tensor else type(values).__name__
-            raise ConfigError(
-                f"weights({name!r}, ...) must return a dense tensor with values, not {kind}, from which no values can "
-                "be read"
-            )
+            raise ConfigError(f"weights({name!r}, ...) must return a dense tensor with values, but returned {kind}")
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
-                f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}: return values of the "
-                "parameter's shape and dtype, as values.to(parameter.dtype)"
+                f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}. Return a tensor that "
+                "has the parameter's shape and dtype; values.to(parameter.dtype) converts the dtype"
             )
         return values.detach().cpu()
 
 
 # The attribute of a parameter on meta that holds its `Source`.
 _SOURCE = "_memascend_source"
-# Matches the part of a name by which peft names its trained copy of a module; "original_module" has the first values.
+# peft can train a copy of a module. This pattern matches the part of a parameter's name that names the copy. The
+# parameter of the original module has "original_module" in its name instead.
 _COPIED = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files and the key of the values of a parameter on meta, and the dtype in which its model was loaded."""
+    """The source of the values of a parameter on meta: files, a key in the files, and the dtype of the loaded model."""
 
     files: WeightFiles
     key: str
     dtype: torch.dtype
 
     def note(self, parameter: torch.Tensor) -> None:
-        """Stores this source on a parameter on meta; `sources_of()` finds it there."""
+        """Stores this source as an attribute of a parameter on meta, where `sources_of()` finds it."""
         setattr(parameter, _SOURCE, self)
 
     def values(self) -> torch.Tensor:
@@ -250,10 +264,11 @@ class Source:
 
 
 def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Tensor] | None:
-    """Returns a function for `offload(weights=)` that reads noted sources; None if no parameter has a source.
+    """Returns a function for `offload(weights=)` that reads the sources of parameters; None if there are no sources.
 
     Raises:
-        ConfigError: some parameters on meta have a source, and another has none that fits.
+        ConfigError: some parameters have a source, but another parameter on meta has no source, or a source of another
+            shape.
     """
     named = dict(model.named_parameters())
     noted: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
@@ -267,9 +282,9 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
         if source is None or source.files.on_meta(source.key).shape != parameter.shape:
             path = next(iter(noted.values())).files.path
             raise ConfigError(
-                f"{name} has no values: it was made from weights in {path}, which were not read yet (resized "
-                "embeddings, adapters that begin with the weights): save the model with it first, or make the model "
-                "outside of loading()"
+                f"{name} has no values: its values depend on weights in {path}, but loading() did not read these "
+                "weights (this happens with resized embeddings, and with adapters that start from the weights). Save a "
+                f"model with {name} first and load that model, or make the model outside of loading()"
             )
         found[name] = source
 
@@ -281,7 +296,11 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
 
 
 def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Returns the first rows of a parameter, read from its source if it is on meta; None without a source."""
+    """Returns the first rows of a parameter.
+
+    If the parameter is on meta, reads the rows from the parameter's source. Returns None if the parameter has no
+    source.
+    """
     if not parameter.is_meta:
         return parameter.detach()[:count]
     source: Source | None = vars(parameter).get(_SOURCE)
@@ -289,13 +308,13 @@ def first_rows(parameter: torch.Tensor, count: int) -> torch.Tensor | None:
 
 
 def forget_sources(parameters: Iterable[torch.Tensor]) -> None:
-    """Drops the sources of parameters whose values are in a store, so that the files can be closed."""
+    """Removes the sources of parameters whose values are in a store, so that the files can be closed."""
     for parameter in parameters:
         vars(parameter).pop(_SOURCE, None)
 
 
 class WeightFiles:
-    """One safetensors file, or a folder of them. Tensors are views of the mapped files where possible.
+    """One safetensors file, or a folder of safetensors files. Tensors are views of the mapped files where possible.
 
     Dequantises a quantised tensor at each read.
     """
@@ -303,25 +322,29 @@ class WeightFiles:
     def __init__(
         self, path: Path, names: Sequence[str] | None = None, *, method: Mapping[str, Any] | None = None
     ) -> None:
-        """Opens the file or folder `path`, or with `names` these files in the folder `path`.
+        """Opens the file or the folder `path`. With `names`, opens only the files of these names in the folder `path`.
 
-        `method`: the `quantization_config` of the weights; None: the entry in the config.json beside them, if any.
+        `method`: the `quantization_config` of the weights; None to use the entry in config.json, if there is one.
 
         Raises:
-            ConfigError: safetensors files are missing, or their quantisation is not supported.
-            CorruptionError: a file is damaged or cut short.
+            ConfigError: safetensors files are missing, or the quantisation of the weights is not supported.
+            CorruptionError: a file is damaged or incomplete.
         """
         self.path = path
-        # Name in the files, or transformers' new name after `matched()` -> the tensor.
+        # The name of a tensor in the files -> the tensor. `matched()` may replace these entries by tensors that
+        # transformers converted; these tensors have the model's names.
         self._where: dict[str, WeightTensor] = {}
-        # The model's name -> the key in `_where`; `check()` fills it.
+        # The model's name of a tensor -> the tensor's key in `_where`. `check()` fills this dict.
         self._of: dict[str, str] = {}
         for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
             opened = _opened(file)
             there = dict.fromkeys(opened.keys())
             lost = [key for key in keys or () if key not in there]
             if lost:
-                raise ConfigError(f"{path} says that {lost[0]!r} is in {file.name}, and it is not: fetch both again")
+                raise ConfigError(
+                    f"according to {path}, the tensor {lost[0]!r} is in {file.name}, but this file does not have the "
+                    "tensor. Download the index and the file again"
+                )
             self._where.update({key: _FileTensor(opened, key) for key in (there if keys is None else keys)})
         folder = path if path.is_dir() else path.parent
         method = method or method_of(folder)
@@ -332,14 +355,15 @@ class WeightFiles:
 
     @property
     def keys(self) -> list[str]:
-        """The names in the files."""
+        """The names of the tensors in the files."""
         return list(self._where)
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Matches the files' names, shapes and dtypes with those of `wanted`, both ways.
+        """Requires that the files and `wanted` have the same tensors, with the same shapes and dtypes.
 
         Raises:
-            ConfigError: tensors are missing, unexpected, or of another shape or dtype, or untie tied parameters.
+            ConfigError: a tensor is missing, unexpected, or has another shape or dtype. Or the files have different
+                values for parameters that the model ties.
         """
         found = self.matched(names)
         missing = [name for name in wanted if name not in found.of]
@@ -349,24 +373,27 @@ class WeightFiles:
             for key in found.of.get(name, ()):
                 dtype, shape = self._where[key].described(like.dtype)
                 if shape != tuple(like.shape) or dtype != like.dtype:
-                    named = "of a dtype that torch has no name for" if dtype is None else str(dtype)[len("torch.") :]
+                    named = "of a dtype that torch does not support" if dtype is None else str(dtype)[len("torch.") :]
                     unfit.append(f"{key} is {named} of shape {list(shape)}, not {_described(like)}")
             if name in found.of:
                 self._of[name] = found.of[name][0]
-        problems.append(_problem("of another shape or dtype (a function as weights= may convert)", unfit))
+        problems.append(_problem("of another shape or dtype (a function as weights= can convert)", unfit))
         if not unfit:
             problems.append(_untying(found, self._untied(found, wanted)))
         problems = [problem for problem in problems if problem]
         if problems:
             raise ConfigError(
-                f"{self.path} does not fit the model; {'; '.join(problems)}. Give the files of this model, or a "
+                f"{self.path} does not fit the model; {'; '.join(problems)}. Pass the files of this model, or pass a "
                 "function as weights="
             )
-        # Also note non-persistent buffers, which files may have.
+        # Also record non-persistent buffers, because files may have their values.
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
     def matched(self, names: Names) -> Matched:
-        """Matches the names as they are or, if that leaves fewer names unmatched, as transformers converts them."""
+        """Matches the names in the files with the model's names.
+
+        If more names match after a conversion by transformers, uses the converted tensors.
+        """
         found = names.matched(self._where)
         if not names.left(found):
             return found
@@ -377,30 +404,33 @@ class WeightFiles:
         return found
 
     def _untied(self, found: Matched, wanted: Collection[str]) -> list[tuple[str, str]]:
-        """Returns pairs of names in the files that the model ties to one tensor, but whose values differ."""
+        """Returns pairs of names in the files whose values differ, although the model ties both names to one tensor."""
         pairs = [(keys[0], key) for name, keys in found.of.items() if name in wanted for key in keys[1:]]
         return [(first, other) for first, other in pairs if not same_bits(self.at(first), self.at(other))]
 
     def has(self, name: str) -> bool:
-        """True if the files have the tensor. Call `check()` before."""
+        """True if the files have the tensor. Call `check()` before this method."""
         return name in self._of
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Returns the values of the model's tensor `name`, as a view of the mapped file where possible.
+        """Returns the values of the tensor that the model calls `name`, as a view of the mapped file where possible.
 
         Raises:
-            ConfigError: shape or dtype differ from those of `like`.
+            ConfigError: the shape or the dtype differs from that of `like`.
         """
         values = self.at(self._of[name], like.dtype)
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
-                f"{self._of[name]} is {_described(values)}, not {_described(like)}: give the files of this model, or "
-                "a function as weights= that converts"
+                f"{self._of[name]} is {_described(values)}, not {_described(like)}. Pass the files of this model, or "
+                "pass as weights= a function that converts"
             )
         return values
 
     def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns a tensor by its name in the files: a view of the mapped file, unless it is converted or quantised."""
+        """Returns a tensor by its name in the files.
+
+        The tensor is a view of the mapped file, unless converted or quantised.
+        """
         return self._where[key].values(dtype)
 
     def on_meta(self, key: str) -> torch.Tensor:
@@ -410,7 +440,7 @@ class WeightFiles:
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor in a safetensors file, unconverted."""
+    """A tensor in a safetensors file. Its values are not converted."""
 
     file: Any
     key: str
@@ -421,23 +451,25 @@ class _FileTensor:
         return DTYPES.get(part.get_dtype()), tuple(part.get_shape())
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the elements: a view of the mapped file, or a copy if they are not aligned."""
+        """Returns the elements as a view of the mapped file, or as a copy if they are not aligned."""
         del dtype
         values: torch.Tensor = self.file.get_tensor(self.key)
-        # In files of other programs, a tensor may begin at any byte.
+        # In files that other programs wrote, a tensor may begin at any byte.
         return values.clone() if values.data_ptr() % values.element_size() else values
 
 
-# The sources of parameters' first values.
+# The types that `open_weights()` can return.
 Weights = WeightFunction | WeightFiles
 
 
 def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """Returns the files to open, and the names of the tensors to take from each (None: all)."""
+    """Returns each file to open, with the names of the tensors to read from the file; None to read all tensors."""
     if path.is_file():
         return _indexed(path) if path.name.endswith(".index.json") else [(path, None)]
     if not path.is_dir():
-        raise ConfigError(f"weights={str(path)!r} is {'neither a file nor a folder' if path.exists() else 'not there'}")
+        raise ConfigError(
+            f"weights={str(path)!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}"
+        )
     if (path / _INDEX).is_file():
         return _indexed(path / _INDEX)
     if (path / _SINGLE).is_file():
@@ -452,39 +484,42 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
-    """Returns the error for a folder without usable safetensors; tells how to convert other files in it."""
-    what = f"{path} has {len(files)} safetensors files and no {_INDEX}" if files else f"{path} has no safetensors files"
+    """Returns the error for a folder without usable safetensors files. The message tells how to convert other files."""
+    what = (
+        f"{path} has {len(files)} safetensors files, but no {_INDEX}" if files else f"{path} has no safetensors files"
+    )
     if any(path.glob("shard-*.safetensors")):
         what += (
-            ", and parts that ranks wrote by torch.distributed.checkpoint are not joined: in one process, call "
+            ". Its shards were written by several ranks with torch.distributed.checkpoint, and memascend does not join "
+            "shards. Join them in one process: call "
             "torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True) "
-            "with the state dict of a plain model, and write that by safetensors.torch.save_model()"
+            "with the state dict of a plain model, and save this model with safetensors.torch.save_model()"
         )
     elif not files and any(path.glob("*.distcp")):
         what += (
-            ", and torch.distributed.checkpoint's own are not read: convert them by torch.distributed.checkpoint."
-            "format_utils.dcp_to_torch_save(folder, 'all.pt'), and write the weights in torch.load('all.pt') by "
-            "safetensors.torch.save_file()"
+            ". It has files of torch.distributed.checkpoint, which memascend does not read. Convert them with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, 'all.pt'), and save the weights in "
+            "torch.load('all.pt') with safetensors.torch.save_file()"
         )
     elif not files and (any(path.glob("*.bin")) or any(path.glob("*.pt*"))):
-        what += ", and pickled files are not read: convert them with safetensors"
+        what += ". It has pickled files, which memascend does not read. Convert them with safetensors.torch.save_file()"
     return ConfigError(what)
 
 
 def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
-    """Returns the files that an index names, and the names of the tensors to take from each."""
+    """Returns each file that an index names, with the names of the tensors to read from the file."""
     with file_errors(index, "cannot be read"):
         _require_file(index)
     try:
-        places = json.loads(read_bounded(index, "index of safetensors: fetch it again"))["weight_map"]
+        places = json.loads(read_bounded(index, "index of safetensors files. Download it again"))["weight_map"]
         well = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(
-            f"{index} is not an index of safetensors ({error}): fetch it again", path=str(index)
+            f"{index} is not an index of safetensors files ({error}). Download it again", path=str(index)
         ) from error
     if not well or any(Path(file).name != file for file in places.values()):
         raise CorruptionError(
-            f"{index} names something else than files beside it, and no others are read: fetch the model again",
+            f"{index} names files in another folder, or entries that are not file names. Download the model again",
             path=str(index),
         )
     keys: dict[Path, list[str]] = {}
@@ -492,7 +527,7 @@ def _indexed(index: Path) -> list[tuple[Path, list[str] | None]]:
         keys.setdefault(index.parent / file, []).append(key)
     missing = [file.name for file in keys if not file.is_file()]
     if missing:
-        raise ConfigError(_problem(f"{index.parent} misses files that its index names", missing))
+        raise ConfigError(_problem(f"files that the index names are missing in {index.parent}. Download them", missing))
     return [*keys.items()]
 
 
@@ -503,16 +538,16 @@ def _opened(file: Path) -> Any:
             return safe_open(file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise CorruptionError(
-            f"{file} is no whole safetensors file ({error}): fetch it again",
+            f"{file} is not a complete safetensors file ({error}). Download it again",
             path=str(file),
             nbytes=file.stat().st_size,
         ) from error
 
 
 def _require_file(path: Path) -> None:
-    """Rejects paths whose open() could block for ever, such as a named pipe without a writer."""
+    """Rejects a path if open() could block forever, as with a named pipe that has no writer."""
     if not path.is_file():
-        raise ConfigError(f"{path} is no regular file, and weights are read from files: take it out of the folder")
+        raise ConfigError(f"{path} is not a regular file, so weights cannot be read from it. Remove it from the folder")
 
 
 def _problem(what: str, names: list[str]) -> str:
@@ -520,14 +555,16 @@ def _problem(what: str, names: list[str]) -> str:
 
 
 def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
-    """Describes files that untie parameters which the model ties (as Flan-T5's LM head), with the code to untie them.
+    """Describes parameters that the model ties although the files have different values for them.
+
+    Flan-T5's LM head is an example. The text includes the code that unties the parameters.
 
     Returns "" if `untied` is empty.
     """
     if not untied:
         return ""
     problem = _problem(
-        "one parameter of the model, and different values in the files", [" and ".join(pair) for pair in untied]
+        "one parameter of the model, but different values in the files", [" and ".join(pair) for pair in untied]
     )
     remedies = []
     for first, other in untied:
@@ -535,7 +572,7 @@ def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
         if found.named[other] != found.named[first]:
             place = f'model.get_submodule("{module}").{last}'
             remedies.append(f"{place} = torch.nn.Parameter(torch.empty_like({place}))")
-    how = "; give it a parameter of its own, as from_pretrained() does, and make the optimizer after that"
+    how = ". Replace one of them by a separate parameter, as from_pretrained() does, before you make the optimizer"
     return f"{problem}{how}: `{'; '.join(remedies)}`" if remedies else problem
 
 

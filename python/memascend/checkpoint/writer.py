@@ -1,4 +1,4 @@
-"""Writes checkpoints: streams them from the store into a new folder, flushes it, and renames it into place."""
+"""Writes checkpoints. Streams a checkpoint from the store into a new folder, flushes the folder, and renames it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from memascend.checkpoint.contents import Content
     from memascend.checkpoint.shares import Places, Sums
 
-    # fill(folder, places): writes the tensors into files that exist with their headers; returns the written parts.
+    # fill(folder, places): writes the tensors into files that already have their headers. Returns the written parts.
     Fill = Callable[[Path, Places], Sums]
 
 
-# Matches transformers' names of weight files: one file, several, and their index.
+# Matches the names that transformers gives to weight files: a single file, one of several files, and an index.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -53,25 +53,28 @@ def save(
     *,
     among_others: bool = False,
 ) -> None:
-    """Writes a checkpoint to a folder whose parent exists; replaces an earlier one only when the new one is complete.
+    """Writes a checkpoint to a folder whose parent folder exists.
+
+    Replaces an earlier checkpoint in the folder only when the new checkpoint is complete.
 
     Args:
-        folder: the folder of the checkpoint; its other files (a tokenizer, say) are kept.
+        folder: the folder of the checkpoint. Other files in this folder, such as a tokenizer, are kept.
         records: the tensors of the checkpoint, on meta.
-        model: its names order the tensors, and its configuration is written, too.
-        facts: fields of the manifest besides files and format.
-        fill: writes the tensors of `records` into files that exist with their headers.
-        among_others: also accept a folder that has other files but no checkpoint; replaces weights in it.
+        model: the order of its parameters becomes the order of the tensors in the files. The configuration of the model
+            is written, too.
+        facts: the fields of the manifest besides the files and the format.
+        fill: writes the tensors of `records` into files that already have their headers.
+        among_others: also accepts a folder that has other files but no checkpoint. Replaces weight files in this
+            folder.
 
     Raises:
-        ConfigError: the folder is no valid path, or holds something other than a checkpoint.
+        ConfigError: the folder is not a valid path, or the folder contains files that are not a checkpoint.
         StorageError: the disk is full or fails.
     """
     why = refusal_of(folder)
     if why is not None:
         raise ConfigError(
-            f"the checkpoint's folder is no path that a file can have ({why}): {os.fspath(folder)!r:.100}. Give "
-            "another one"
+            f"the checkpoint's folder is not a valid path ({why}): {os.fspath(folder)!r:.100}. Pass another folder"
         )
     target = Path(os.path.abspath(expanded(folder)))  # noqa: PTH100
     files = _CheckpointFiles(records, model)
@@ -97,9 +100,9 @@ def save(
 
 
 def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Module, fill: Fill) -> None:
-    """Writes values and configuration for `from_pretrained` into an existing folder without such files.
+    """Writes values and configuration for `from_pretrained` into an existing folder that has no weights yet.
 
-    `records` have no state; `model` and `fill`: see `save()`.
+    `records` have no optimizer state. `save()` describes `model` and `fill`.
     """
     files = _CheckpointFiles(records, model)
     files.write(folder, fill)
@@ -108,22 +111,22 @@ def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Modul
 
 
 class _CheckpointFiles:
-    """The files of one checkpoint, with tensors in the order of the model's parameters."""
+    """The files of one checkpoint. The tensors are in the order of the model's parameters."""
 
     def __init__(self, records: Sequence[Content], model: torch.nn.Module) -> None:
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
-        # Sort by the model's order, so that files do not depend on the division into units.
+        # Sort by the model's order, so that the files do not depend on the division of the model into units.
         records = sorted(records, key=lambda record: order.get(record.name, len(order)))
         values = {saved_name(record.name): record.values for record in records}
         state = {state_key(record.name, of): tensor for record in records for of, tensor in record.state.items()}
-        # The metadata maps tied names to their first names, as safetensors' own save_model() does.
+        # The metadata maps each tied name to the tensor's first name, as save_model() of safetensors does.
         self._weights = divide_into_files("model", values, {"format": "pt", **Names(model).tied})
         self._all = [*self._weights, *(divide_into_files(f"{FOLDER}/state", state, {}) if state else [])]
         self.orders = {saved_name(record.name): record.order for record in records if record.order is not None}
         self.nbytes = sum(layout.nbytes for layout in self._all)
 
     def write(self, folder: Path, fill: Fill) -> dict[str, Any]:
-        """Writes all files; returns their entries in the manifest."""
+        """Writes all files. Returns the files' entries in the manifest."""
         entries, places = {}, {}
         for layout in self._all:
             entries[layout.name], places[layout.name] = make_file(folder, layout)
@@ -136,7 +139,7 @@ class _CheckpointFiles:
         return entries
 
     def index(self, folder: Path) -> list[str]:
-        """Writes the index if the weights have several files; returns the names of written files."""
+        """Writes the index if the weights have several files. Returns the names of the files that this method wrote."""
         if len(self._weights) == 1:
             return []
         places = {name: layout.name for layout in self._weights for name in layout.tensors}
@@ -147,10 +150,10 @@ class _CheckpointFiles:
 
 
 def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
-    """Writes the configurations that `from_pretrained` reads; returns the names of the files."""
+    """Writes the configuration files that `from_pretrained` reads. Returns the names of these files."""
     before = set(os.listdir(folder))  # noqa: PTH208
     config: Any = getattr(model, "config", None)
-    # Skip a wrapper (peft): its `config` belongs to the model inside, which has a different class.
+    # Skip a wrapper (peft), because its `config` belongs to the model inside, which has a different class.
     if callable(getattr(config, "save_pretrained", None)) and not hasattr(model, "get_base_model"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -160,8 +163,9 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
         lost = misread_names(model)
         if lost:
             warn(
-                f"from_pretrained() of this version of transformers takes {lost[0]} for another parameter: weights= "
-                "and checkpoint= read this checkpoint, and model.save_pretrained() writes one for it"
+                "from_pretrained() of this version of transformers cannot read this checkpoint, because it mistakes "
+                f"{lost[0]} for another parameter. To read the checkpoint, use weights= or checkpoint= of memascend. "
+                "For from_pretrained(), save the model with model.save_pretrained()"
             )
         generation: Any = getattr(model, "generation_config", None)
         if callable(getattr(generation, "save_pretrained", None)):
@@ -170,24 +174,30 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 
 
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
-    """Rejects a target without a parent folder, with foreign files, or without space for `nbytes`."""
+    """Rejects a target if its parent folder does not exist, if it has foreign files, or if `nbytes` do not fit."""
     parent = target.parent
     if not parent.is_dir():
-        raise ConfigError(f"{parent} does not exist: make it before save({target.name!r})")
+        raise ConfigError(f"{parent} does not exist. Create this folder before save({target.name!r})")
     ours = is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
     if target.exists() and not ours:
-        raise ConfigError(f"{target} holds something else than a checkpoint, and is left alone: name another folder")
+        raise ConfigError(
+            f"{target} contains files that are not a checkpoint, so nothing was written. Pass another folder"
+        )
     free = shutil.disk_usage(parent).free
     if nbytes > free:
         raise StorageError(
-            f"the checkpoint has {nbytes} bytes, and {parent} has {free} free: free disk space, or name another folder",
+            f"the checkpoint needs {nbytes} bytes, but only {free} bytes are available in {parent}. Delete files "
+            "there, or pass another folder",
             errno=errno.ENOSPC,
             path=str(parent),
         )
 
 
 def _keep_others(target: Path, new: Path) -> None:
-    """Links files of the target that no checkpoint wrote (a tokenizer, say) into the new folder."""
+    """Links the target's other files, such as a tokenizer, into the new folder.
+
+    Other files are the files that no checkpoint wrote.
+    """
     if not target.is_dir():
         return
     manifest = target / FOLDER / MANIFEST
@@ -204,7 +214,7 @@ def _keep_others(target: Path, new: Path) -> None:
 
 
 def _linked(source: str, to: str) -> None:
-    """Makes a hard link to a file, or a copy if the file system has no hard links."""
+    """Makes a hard link to a file. Copies the file if the file system has no hard links."""
     try:
         os.link(source, to, follow_symlinks=False)
     except OSError:

@@ -1,9 +1,10 @@
-"""Implements the command line: one module or folder for each command, imported when the command is called.
+"""Implements the command line. Each command is a module or folder, which is imported when the command is called.
 
-Invariant: `--help` of every command works without torch; commands import torch in functions. The exit code is 0 (fine),
-1 (a problem that the message names) or 2 (wrong usage). With `--json` a command prints one JSON value for programs.
+Invariant: `--help` of every command works without torch, because commands import torch in functions. The exit code is 0
+(success), 1 (a problem that the message names) or 2 (wrong usage). With `--json`, a command prints one JSON value.
 
-`train` trains, `plan` estimates a run, `store` and `doctor` inspect, `demo` compares. Inspection never changes a store.
+`train` trains a model. `plan` estimates a run. `store` and `doctor` inspect stores and machines, and never change a
+store. `demo` compares training with and without offloading.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Each command is a module with add_arguments(parser) and run(options) -> exit code.
+# Each command is a module with two functions: add_arguments(parser), and run(options), which returns the exit code.
 _COMMANDS = {
     "doctor": "Check this machine, and print what to do about each check that is slow or fails.",
     "demo": "Train a model in memory and offloaded, side by side, and compare every bit (one minute).",
@@ -34,8 +35,8 @@ _COMMANDS = {
 }
 
 
-# Matches arguments of `offload()` in error messages, with or without a value; `train` and `plan` have options of the
-# same names.
+# Matches arguments of `offload()` in error messages, with or without a value. `train` and `plan` have options with the
+# same names as these arguments.
 _OPTION = re.compile(
     r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state|existing)=(?:(['\"])(.*?)\2)?"
     r"|\b(host_memory|device_memory|max_grad_norm)\b"
@@ -43,14 +44,14 @@ _OPTION = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of one command that rejects unknown arguments itself: its error shows the usage of that command."""
+    """A parser of one command. For unknown arguments, it shows the usage of this command instead of the program's."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if self.get_default("words") is not None:
-            # `memascend train` sets the default `words`: it parses all of its arguments itself.
+            # Only `memascend train` has `words`. That command parses all of the arguments with TRL's parser.
             return argparse.Namespace(**{**vars(found), "words": list(args or ())}), []
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
@@ -61,7 +62,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit code 0: fine; 1: a named problem; 2: wrong usage; 130: Ctrl-C (143: SIGTERM)."""
+    """Runs one command, and returns its exit code.
+
+    The exit code is 0 after success, 1 if the message names a problem, 2 after wrong usage, 130 after Ctrl-C, and 143
+    after SIGTERM.
+    """
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."
     )
@@ -89,11 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ran(options: argparse.Namespace) -> int:
-    """Runs the parsed command; prints its errors, and returns its exit code."""
+    """Runs the parsed command, prints the command's errors, and returns the exit code."""
     try:
         return int(options.run(options))
     except argparse.ArgumentError as error:
-        # The command itself rejected an argument that argparse could not check: `refuse` exits with code 2.
+        # The command itself rejected an argument that argparse could not check. `refuse` exits with code 2.
         options.refuse(str(error))
     except MemascendError as error:
         text = _in_own_words(str(error)) if options.command in {"train", "plan"} else str(error)
@@ -101,17 +106,17 @@ def _ran(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         return int(getattr(stop, "exit_code", 130))
     except BrokenPipeError:
-        # The reader has closed the pipe: drop the rest of the output.
+        # The program that reads the output has closed the pipe, so the rest of the output is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # A file cannot be read or written; the system's message names it.
+        # A file cannot be read or written. The message of the operating system names the file.
         print(f"memascend {options.command}: {error}", file=sys.stderr)
     return 1
 
 
 def _in_own_words(text: str) -> str:
-    """Replaces arguments of `offload()` in a message by options: `host_memory=` becomes `--host-memory`."""
+    """Replaces arguments of `offload()` in a message by the command's options: "host_memory=" by "--host-memory"."""
     return _OPTION.sub(_flag, text)
 
 
@@ -121,7 +126,7 @@ def _flag(found: re.Match[str]) -> str:
 
 
 def _at_home(word: str) -> str:
-    """Returns a word with "~" replaced by the home folder: shells do not expand the "~" of "--storage=~/run"."""
+    """Returns a word with "~" replaced by the home folder. Shells do not replace the "~" in "--storage=~/run"."""
     option, equals, value = word.partition("=")
     if equals and option.startswith("--"):
         return f"{option}={expanded(value)}"

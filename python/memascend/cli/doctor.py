@@ -1,4 +1,4 @@
-"""`memascend doctor`: checks this machine, and advises on each check that is slow or fails."""
+"""Implements `memascend doctor`: checks this machine, and gives advice on each check that is slow or fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PROBE_BYTES = 8 << 20
 
 
 def examine_registration() -> Finding:
-    """Tries to register memory with CUDA; the process must have a CUDA context."""
+    """Tries to register memory with CUDA, and returns the result. The process must already have a CUDA context."""
     subject = "registration with CUDA"
     with memory.Region(_PROBE_BYTES, owner="doctor") as region:
         if region.pinned == "cuda":
             return Finding(subject=subject, found="possible")
         return Finding(
             subject=subject,
-            found=f"refused; {region.pinned or 'nothing'} instead",
+            found=f"not possible; {region.pinned or 'nothing'} is used instead",
             verdict="slower",
             advice=f"{region.why_not}; {memory.UNREGISTERED}",
         )
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the report. Exit code 1 if a check fails."""
+    """Prints the report. Returns exit code 1 if a check fails, else 0."""
     findings = list(examine(options.storage))
     failed = any(finding.verdict == "fails" for finding in findings)
     if options.json:
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(storage: str | None) -> Iterator[Finding]:
-    """Runs all checks; yields their findings."""
+    """Runs all checks, and yields the findings of each check."""
     for check in (_system, _memory, _regions, examine_ring, _torch, _triton, _kernels):
         try:
             yield from check()
@@ -87,14 +87,14 @@ def _memory() -> Iterator[Finding]:
         yield Finding(subject="cgroup limit", found=f"{bytes_shown(limits['cgroup_limit'])} ({limits['cgroup']})")
     soft = limits["memlock_soft"]
     if soft is None or os.geteuid() == 0:
-        found = "unlimited" if soft is None else f"{bytes_shown(soft)}, which does not bind root"
+        found = "unlimited" if soft is None else f"{bytes_shown(soft)}, which does not limit root"
         yield Finding(subject="memlock limit", found=found)
         return
     yield Finding(
         subject="memlock limit",
         found=bytes_shown(soft),
         verdict="slower",
-        advice="buffers past this limit are not pinned; raise it with `ulimit -l`, `memlock` in "
+        advice="memory beyond this limit cannot be pinned; raise the limit with `ulimit -l`, `memlock` in "
         "/etc/security/limits.conf, LimitMEMLOCK= in systemd, or `docker run --ulimit memlock=-1`",
     )
 
@@ -127,7 +127,7 @@ def _torch() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         about = f"{properties.name}, {bytes_shown(properties.total_memory)}, {properties.major}.{properties.minor}"
         yield Finding(subject=f"GPU {index}", found=about)
-    # Make a CUDA context: registration needs one.
+    # Creates a CUDA context, without which registration with CUDA fails.
     torch.zeros(1, device="cuda")
     try:
         yield examine_registration()
@@ -136,9 +136,9 @@ def _torch() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    # Nightly and ROCm builds of torch install the package triton from distributions with other names.
+    # Nightly and ROCm builds of torch install the package triton from a distribution with another name.
     names = importlib.metadata.packages_distributions().get("triton", [])
-    absent = "not installed; on a GPU torch's own operations are used"
+    absent = "not installed; memascend uses torch's own operations on a GPU"
     yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else absent)
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """Returns the bytes that are resident now."""
+    """Returns the bytes of this process that are in memory now."""
     return _status("VmRSS")
 
 
 def resident_peak() -> int:
-    """Returns the peak of resident bytes since the start of the process, or since `restart_peak()`."""
+    """Returns the largest value of `resident()` since the process started, or since the last `restart_peak()`."""
     return _status("VmHWM")
 
 
 def restart_peak() -> None:
-    """Resets the peak to the bytes that are resident now."""
+    """Resets `resident_peak()` to the present value of `resident()`."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -1,4 +1,4 @@
-"""Checks and measures storage for commands: io_uring, the file system or device, free space, speed."""
+"""Checks storage for the commands: io_uring, file system or device, and free space. Measures the speed of storage."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class Finding:
     """The result of one check of the machine."""
 
-    subject: str  # what was checked, for readers
-    found: str  # the result, for readers
+    subject: str  # the name of the check, for the user
+    found: str  # the result of the check, for the user
     verdict: Literal["fine", "slower", "fails"] = "fine"
-    advice: str = ""  # what to do; empty for "fine"
+    advice: str = ""  # what the user can do; "" if the verdict is "fine"
 
 
 Pattern = Literal["read", "write", "mixed"]
@@ -53,7 +53,7 @@ class Speed:
 
 @contextmanager
 def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
-    """Yields `count` tensors of `nbytes` each on huge pages, filled with random bytes, which no drive can compress."""
+    """Yields `count` tensors on huge pages, each with `nbytes` random bytes. A drive cannot compress random bytes."""
     import torch
 
     plan = {nbytes: count}
@@ -62,7 +62,7 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
         tensors = [arena.lease(nbytes).tensor(nbytes, torch.uint8) for _ in range(count)]
         tensors[0].random_(256)
         for tensor in tensors[1:]:
-            # Rotate the bytes, so that a drive that deduplicates finds no equal blocks.
+            # Rotate the bytes: a drive that removes duplicates must not find equal blocks.
             tensor.copy_(tensors[0].roll(4099))
         yield tensors
 
@@ -72,7 +72,8 @@ def transfer(
 ) -> Speed:
     """Reads or writes the volume from its beginning to its end, repeatedly, until `nbytes` or `seconds` are reached.
 
-    Keeps one operation for each tensor in flight. "mixed" alternates reads and writes, each sequential, as fio does.
+    Keeps one operation for each tensor in flight. The pattern "mixed" alternates between one read and one write, as the
+    benchmark fio does. The reads, and also the writes, are sequential.
     """
     block = tensors[0].nbytes
     places = max(1, volume.size // block)
@@ -98,14 +99,14 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-# The size of the trial file: larger than a small drive's cache, and written in seconds.
+# The size of the trial file. The file is larger than a small drive's cache, and a drive writes it in seconds.
 _TRIAL_BYTES = 512 << 20
 _TRIAL_SECONDS = 1.5
-# The block size and queue depth that were fastest on every measured disk.
+# The block size and the queue depth that were the fastest on every measured disk.
 _BLOCK_BYTES, _DEPTH = 1 << 20, 8
-# At lower speeds a step of a small model takes minutes.
+# At a lower speed than this, a step of a small model takes minutes.
 _SLOW_GB_PER_SECOND = 0.5
-# File systems without a disk.
+# File systems that keep their files in RAM.
 _MEMORY = {"tmpfs", "ramfs"}
 
 
@@ -116,7 +117,8 @@ def examine_ring() -> Iterator[Finding]:
         yield Finding(subject="io_uring", found="available")
     else:
         advice = (
-            f"{why_not}; threads are used instead, with a little less bandwidth and several times the processor time"
+            f"{why_not}; memascend uses threads instead, which are a little slower and take several times the "
+            "processor time"
         )
         yield Finding(subject="io_uring", found="not available", verdict="slower", advice=advice)
 
@@ -149,25 +151,25 @@ def _unusable(path: Path) -> str | None:
     """Returns the reason why no store can be made at `path`, and what to do; None if a store can be made."""
     folder = _folder_of(path)
     if not folder.is_dir():
-        return f"{folder} does not exist: make it"
+        return f"{folder} does not exist: create this folder"
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return f"{folder} is on a read-only file system; remount it, or choose another"
+        return f"{folder} is on a read-only file system: choose another folder, or remount the file system"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{folder} cannot be written to by this user; change its owner or mode, or choose another"
+        return f"this user may not write to {folder}: change the folder's owner or mode, or choose another folder"
     kind = file_system(folder)
     if kind in _MEMORY:
-        return f"{folder} is a {kind}, which lives in RAM and so defeats offloading; choose a disk"
+        return f"{folder} is on a {kind}, which keeps files in RAM and so saves no memory: choose a folder on a disk"
     free, trial = _space(folder)
     if trial:
         return None
-    full = f"is full ({bytes_shown(free)} free): free disk space, or choose another disk"
-    none = f"is a {kind}, which holds no files; choose a folder on a disk"
+    full = f"is on a full disk ({bytes_shown(free)} are free): free disk space, or choose another disk"
+    none = f"is on a {kind}, which holds no files of users: choose a folder on a disk"
     return f"{folder} {full if os.statvfs(folder).f_blocks else none}"
 
 
 @contextmanager
 def _trial(folder: Path) -> Iterator[Volume]:
-    """Opens a temporary file in `folder` as a volume, and removes it at the end."""
+    """Opens a temporary file in `folder` as a volume, and removes the file at the end."""
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix=".memascend-trial-") as file,
         nvme.open(file.name, size=_space(folder)[1]) as volume,
@@ -176,7 +178,7 @@ def _trial(folder: Path) -> Iterator[Volume]:
 
 
 def _space(folder: Path) -> tuple[int, int]:
-    """Returns the free bytes of a folder's file system, and the size of a trial file in it."""
+    """Returns the free bytes of a folder's file system, and the size that a trial file may have there."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     return free, min(_TRIAL_BYTES, free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
@@ -187,7 +189,7 @@ def _device(path: Path) -> Iterator[Finding]:
         with nvme.open(path) as volume:
             yield Finding(subject="storage", found=f"{path}, a raw device of {bytes_shown(volume.size)}, free to use")
             yield from _volume(volume, ("read",))
-            yield Finding(subject="sequential write", found="not tried: it would overwrite what is on the device")
+            yield Finding(subject="sequential write", found="not tried: writing would overwrite the device's data")
     except MemascendError as error:
         yield Finding(subject="storage", found=str(path), verdict="fails", advice=str(error))
 
@@ -198,10 +200,10 @@ def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
     if volume.direct:
         yield Finding(subject="direct I/O", found=f"yes, aligned to {volume.alignment} bytes")
     else:
-        advice = f"{device['why_buffered']}; every byte goes through the page cache: slower, and it takes memory"
+        advice = f"{device['why_buffered']}; every byte goes through the page cache, which is slower and takes memory"
         yield Finding(subject="direct I/O", found="no", verdict="slower", advice=advice)
     yield Finding(subject="I/O backend", found=volume.backend, verdict="slower" if volume.why_not else "fine")
-    faster = "every parameter moves about 28 bytes in a step: a faster disk, or several, make it faster"
+    faster = "each step moves about 28 bytes for each parameter, so use a faster disk, or several disks"
     for pattern, speed in _measured(volume, patterns).items():
         slow = speed.gb_per_second < _SLOW_GB_PER_SECOND
         yield Finding(
@@ -213,11 +215,12 @@ def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
 
 
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
-    """Measures each pattern; writes the whole volume first if a pattern writes."""
+    """Measures each pattern. If a pattern writes, first writes the whole volume once."""
     speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
-            # Fill the file first: the first write to reserved blocks is slower, and a run writes them many times.
+            # Fill the file before the measurement. The first write to a block of a new file is slower than later
+            # writes, and a run writes each block many times.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
         for pattern in patterns:
             speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
@@ -235,7 +238,7 @@ def require_usable(paths: Sequence[Path]) -> None:
 
 
 def speeds_at(path: Path) -> dict[str, Speed]:
-    """Measures reads, writes, and alternating reads and writes ("mixed"); of a raw device only reads."""
+    """Measures reads, writes, and alternating reads and writes ("mixed"). On a raw device, measures only reads."""
     if path.is_block_device():
         with nvme.open(path) as volume:
             return _measured(volume, ("read",))
@@ -248,16 +251,16 @@ def disk_folder() -> Path:
     """Returns the first writable folder on a disk among the temporary folder, /var/tmp and the current folder.
 
     Raises:
-        StorageError: each of these folders is in RAM or not writable.
+        StorageError: each of these folders is in RAM, or this user may not write to it.
     """
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place
-    raise StorageError("there is no disk for temporary files; give --storage a folder")
+    raise StorageError("no temporary folder is on a writable disk: pass a folder on a disk with --storage")
 
 
 def file_system(folder: Path) -> str:
-    """Returns the type of the file system that holds `folder`, from /proc/self/mountinfo."""
+    """Returns the type of the file system of `folder`, from /proc/self/mountinfo."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():

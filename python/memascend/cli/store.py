@@ -1,4 +1,4 @@
-"""`memascend store`: shows the contents of a store, or verifies every byte of it."""
+"""Implements `memascend store`: shows the contents of a store, or verifies every byte of the store."""
 
 from __future__ import annotations
 
@@ -23,28 +23,35 @@ _PREVIOUS = '`memascend train ... --existing previous`, or existing="previous" o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the two actions."""
+    """Declares the actions `info` and `verify`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("info", "show the last commit, and the contents of the store"),
-        ("verify", "read the last two commits and check every byte; exit 1 if the last one is damaged"),
+        ("verify", "read the last two commits and check every byte; exit 1 if the last commit is damaged"),
     ):
         action = actions.add_parser(name, help=summary, description=summary)
-        action.add_argument("paths", nargs="+", metavar="P", help="folder, file or device; several in their order")
+        action.add_argument(
+            "paths", nargs="+", metavar="P", help="folder, file or device; if several, in the order of the run"
+        )
         action.add_argument("--json", action="store_true", help="print JSON")
         if name == "info":
-            action.add_argument("--verbose", action="store_true", help="list each tensor, not groups of equal tensors")
+            action.add_argument(
+                "--verbose", action="store_true", help="list each tensor instead of groups of similar tensors"
+            )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the action. Exit code 1 if the store is damaged."""
+    """Runs the action. Returns exit code 1 if the store is damaged, else 0."""
     if options.action == "verify":
         return _verify(options.paths, as_json=options.json)
     return _info(options.paths, partial(_describe, as_json=options.json, verbose=options.verbose), quiet=options.json)
 
 
 def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet: bool) -> int:
-    """Describes the store. If it cannot be opened, describes its newest catalog that is whole; then exit code 1."""
+    """Describes the store, and returns the exit code.
+
+    If the store cannot be opened, describes the newest undamaged catalog in the store, and returns exit code 1.
+    """
     from memascend import storage
     from memascend.errors import StorageError
 
@@ -59,7 +66,7 @@ def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet:
         with looked_at as store:
             print(f"memascend store: {error}", file=sys.stderr)
             if not quiet:
-                print("this store cannot be opened as it is; this is the newest catalog in it that is whole:")
+                print("this store cannot be opened as it is. The newest undamaged catalog in the store says:")
             describe(store)
         return 1
     return 0
@@ -88,7 +95,7 @@ def _describe(store: storage.Store, *, as_json: bool, verbose: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-# A number between dots in the name of a tensor: the index of a layer or an expert.
+# Matches a number between dots in the name of a tensor. Such a number is the index of a layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -130,7 +137,7 @@ def _summary(info: dict[str, Any], records: list[dict[str, Any]]) -> str:
     ]
     if info["log_steps"]:
         rows.append(
-            ("log", f"{info['log_steps']} steps of {info['log_records']} parameters, which the next run applies")
+            ("log", f"{info['log_steps']} steps of {info['log_records']} parameters; the next run applies these steps")
         )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
@@ -145,7 +152,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         commits = storage.examine(paths, None if as_json else progress.reached)
     seconds = time.perf_counter() - began
     damaged: list[str] = []
-    # look() raises CorruptionError if no catalog is whole; `commits` has reported that already.
+    # look() raises CorruptionError if all catalogs are damaged. In this case, `commits` already reports the damage.
     with contextlib.suppress(CorruptionError), storage.look(paths) as store:
         damaged = store.damaged()
     if as_json:
@@ -153,8 +160,8 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
     else:
         _tell(commits, seconds)
         for copy in damaged:
-            print(f"{copy}; its other copy is whole, and the next training step repairs it")
-    # A damaged copy loses no data, but indicates a failing drive: exit code 1.
+            print(f"{copy}; the other copy is undamaged, and the next training step repairs the damaged copy")
+    # No data is lost with one damaged copy, but the drive may be failing, so the exit code is 1.
     return 0 if commits[0].whole and not damaged else 1
 
 
@@ -183,7 +190,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
 
 
 def _tell(commits: list[storage.Commit], seconds: float) -> None:
-    """Prints the state of the newest commit and of earlier commits; damages to stderr."""
+    """Prints the state of the newest commit and of earlier commits. Prints damage to stderr."""
     newest, others = commits[0], commits[1:]
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9
@@ -196,32 +203,32 @@ def _tell(commits: list[storage.Commit], seconds: float) -> None:
         _list(newest)
     for other in others:
         if other.whole and newest.whole:
-            print(f"{_named(other)}, before it, is whole too: {_PREVIOUS} goes back to it")
+            print(f"{_named(other)} is older, and is whole, too: {_PREVIOUS} goes back to the older commit")
         elif other.whole:
-            print(f"{_named(other)} is whole: {_PREVIOUS} opens it")
+            print(f"{_named(other)} is whole: {_PREVIOUS} opens this commit")
         elif newest.whole:
             count = len(other.damages) + other.others
-            print(f"{_named(other)}, before it, is not whole: {count} damages, as usual once the next step was begun")
+            print(f"{_named(other)} is older, and has {count} overwritten parts: this is normal once a next step began")
         else:
             print(f"memascend store: {_named(other)} is not whole either:", file=sys.stderr)
             _list(other)
     if not newest.whole and not any(other.whole for other in others):
         print(
-            "no commit is whole: begin anew, from the model that was saved last or from a checkpoint, in another file",
+            "no commit is whole: start a new run in another file, from a checkpoint or from the last saved model",
             file=sys.stderr,
         )
 
 
 def _named(commit: storage.Commit) -> str:
     if commit.generation is None:
-        return "a root, perhaps the newest commit's,"
+        return "a root, perhaps the root of the newest commit,"
     step = "" if commit.step is None else f"step {commit.step}, "
     return f"the commit of {step}generation {commit.generation}"
 
 
 def _damages(commit: storage.Commit) -> list[str]:
-    """Returns the damages of a commit, without the advice to call `memascend store verify`."""
-    return [damage.partition("; `memascend store verify`")[0] for damage in commit.damages]
+    """Returns descriptions of a commit's damage, without the advice to run `memascend store verify`."""
+    return [damage.partition(". Run `memascend store verify`")[0] for damage in commit.damages]
 
 
 def _list(commit: storage.Commit) -> None:

@@ -1,4 +1,4 @@
-"""Leases exact-size slots of device memory; reuses a slot after its last view and its last use on a stream.
+"""Leases slots of device memory. A slot is reused once its last view is deleted and all work on the slot has ended.
 
 [Note: reuse of slots] When the last view of a lease is deleted, kernels that use the slot may still be queued. So
 `used` records each stream that computes with a lease. When the slot returns, `_came_back` marks the end of the queued
@@ -54,29 +54,31 @@ class _Hold:
 
 
 class DeviceArena:
-    """Slots of classes, {bytes: count}, in one allocation of device memory; each added slot has its own allocation.
+    """Slots of device memory; `classes` has the number of slots of each size, {bytes: count}.
 
-    A lease takes a slot of the smallest class that is large enough, and of no other class.
+    One allocation contains these slots. Each slot that `add` adds has its own allocation. A lease takes a slot of the
+    smallest size that is large enough. If all slots of this size are leased, the lease waits, and takes no larger slot.
     """
 
     def __init__(self, device: Device, classes: Mapping[int, int]) -> None:
         self._device = device
         self._bounds = sorted(classes)
         self._free: dict[int, list[_Slot]] = {bound: [] for bound in self._bounds}
-        # The streams for which torch's allocator keeps the memory after its release, until their work has ended.
+        # When the memory is released, torch's allocator waits for the work on these streams before it reuses the
+        # memory.
         self._kept_for: set[Any] = set()
         self._pieces: list[torch.Tensor] = []  # the allocations of device memory that contain the slots
         self.reserved_bytes = 0
-        # The slots that `add` has added to the planned ones, {bytes: count}.
+        # The slots that `add` has added to the planned slots, {bytes: count}.
         self.added: dict[int, int] = {}
         self._slots: dict[int, _Slot] = {}  # all slots, by address
         self._lock = threading.Lock()
-        # Slots whose last view was deleted, until `_take_back`.
+        # Slots whose last view was deleted. `_take_back` makes these slots free.
         self._gone: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._take(classes)
 
     def _take(self, classes: Mapping[int, int]) -> int:
-        """Allocates memory for these slots; returns its bytes."""
+        """Allocates memory for the slots of `classes`; returns the number of allocated bytes."""
         device = self._device
         nbytes = sum(whole_pages(bound) * count for bound, count in classes.items())
         memory = self._allocated(max(nbytes, 1))
@@ -109,15 +111,15 @@ class DeviceArena:
         except torch.OutOfMemoryError as error:
             free = device.free()
             raise MemoryLimitError(
-                f"units take {size_option(nbytes)} of {device.torch_device}, which has "
-                f"{size_option(free, up=False)} free: pass a smaller "
-                "device_memory=, or free other memory there",
+                f"units need {size_option(nbytes)} of memory on {device.torch_device}, but only "
+                f"{size_option(free, up=False)} is free: pass a smaller "
+                "device_memory=, or release other memory on the device",
                 needed=nbytes,
                 available=free,
             ) from error
 
     def add(self, nbytes: int) -> int:
-        """Adds a slot for a lease of `nbytes`; returns the bytes that the slot takes."""
+        """Adds a slot for a lease of `nbytes`; returns the number of bytes that the slot takes."""
         bound = self._bound_for(nbytes)
         taken = self._take({bound: 1})
         self.added[bound] = self.added.get(bound, 0) + 1
@@ -125,14 +127,16 @@ class DeviceArena:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes of the slots that `add` has added."""
+        """The number of bytes in the slots that `add` has added."""
         return sum(whole_pages(bound) * count for bound, count in self.added.items())
 
     def lease(self, nbytes: int, timeout: float) -> torch.Tensor:
-        """Leases a slot, waiting up to `timeout` seconds; returns a tensor of `nbytes`, whose last view releases it.
+        """Leases a slot, and waits up to `timeout` seconds for it; returns a tensor of `nbytes`.
+
+        The slot is released when the last view of the tensor is deleted.
 
         Raises:
-            ConfigError: no class is large enough.
+            ConfigError: no slot is large enough.
             TimeoutExpired: no slot became free in time.
         """
         bound = self._bound_for(nbytes)
@@ -147,13 +151,13 @@ class DeviceArena:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutExpired(
-                    f"no slot of {bound} bytes became free for units on {self._device.torch_device}: its tensors are "
-                    "still used. Drop them, or pass a larger device_memory="
+                    f"no slot of {bound} bytes for units on {self._device.torch_device} became free, because other "
+                    "code still uses tensors in these slots: delete these tensors, or pass a larger device_memory="
                 )
             self._take_back(wait=left)
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """Records that the caller's current stream will compute with a lease; True if it is the first time.
+        """Records that the caller's current stream will compute with a lease; True if the stream was not recorded yet.
 
         See [Note: reuse of slots].
         """
@@ -199,16 +203,16 @@ class DeviceArena:
             self._free[slot.nbytes].append(slot)
 
     def free_slots(self, nbytes: int) -> int:
-        """Returns how many slots a lease of `nbytes` could take now."""
+        """Returns the number of free slots that a lease of `nbytes` could take now."""
         self._take_back()
         return len(self._free[self._bound_for(nbytes)])
 
     def _bound_for(self, nbytes: int) -> int:
-        """Returns the class of a lease of `nbytes`."""
+        """Returns the size of the slots that a lease of `nbytes` uses."""
         at = bisect_left(self._bounds, nbytes)
         if at == len(self._bounds):
             raise ConfigError(
-                f"{nbytes} bytes are more than the largest slot of the device's arena, so no lease can have them: "
-                "plan a slot of that size"
+                f"a lease of {nbytes} bytes is larger than the largest slot of the device's arena: plan a slot of at "
+                "least this size"
             )
         return self._bounds[at]

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 CAPTURED = (
-    "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses each time, and a "
-    "replay would compute with other values; capture only code that does not touch its parameters, or run it without"
+    "an offloaded model cannot be captured into a CUDA graph: its weights are at other addresses in each forward, "
+    "so a replay would compute with wrong values. Capture only code that does not use the model's parameters, or run "
+    "the model without a CUDA graph"
 )
 
 
@@ -33,14 +34,15 @@ def open_device(device: torch.device) -> Device | None:
         return None
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"there is no CUDA device for device={str(device)!r}: `memascend doctor` and torch.cuda.is_available() say "
-            "more; pass device='cpu' to compute on the CPU"
+            f"there is no CUDA device for device={str(device)!r}: torch.cuda.is_available() is False. Run `memascend "
+            "doctor` to find the reason, or pass device='cpu' to compute on the CPU"
         )
     count = torch.cuda.device_count()
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:
         raise ConfigError(
-            f"there is no device {str(device)!r}: torch sees {count}, from cuda:0 to cuda:{count - 1}. Pass one of them"
+            f"there is no device {str(device)!r}: torch sees {count} in total, from cuda:0 to cuda:{count - 1}. Pass "
+            "one of these as device="
         )
     return Device(torch.device("cuda", index))
 
@@ -54,16 +56,16 @@ def failures_named(device: Device) -> Iterator[None]:
         raise
     except Exception as error:
         raise DeviceError(
-            f"{device.torch_device} failed: {error}; what the last step() committed stands: open the storage in a new "
-            'process with existing="resume"'
+            f"{device.torch_device} failed: {error}. The storage still has the last committed step(): start a new "
+            'process, and call offload() with existing="resume"'
         ) from error
 
 
 class Copy:
-    """An event that marks the end of work on a stream: of one copy, or of all work that was queued so far.
+    """An event that marks the end of work on a stream: of a copy, or of all work that was queued before the event.
 
-    After the event, the source of a copy may be written, and its target may be read. `wait` sleeps: a spinning wait
-    would take a processor from threads that compute.
+    After the event, the source of a copy may be written, and its target may be read. `wait` puts the thread to sleep. A
+    spinning wait would take a processor from threads that compute.
     """
 
     __slots__ = ("_device", "event")
@@ -90,27 +92,30 @@ class Device:
     """A CUDA device with one stream for copies in each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams, and with them the CUDA context, which pinning of host memory needs."""
+        """Makes the streams. This also makes the CUDA context, without which no host memory can be pinned."""
         self.torch_device = device
         # A device can copy in both directions at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` of device memory, a uint8 tensor that begins on a page; raises torch's own error."""
+        """Allocates `nbytes` of device memory, a uint8 tensor that begins on a page. May raise OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:
-        """Returns the bytes of the device's memory that are free now."""
+        """Returns the number of bytes of device memory that are free now."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
 
     def lent(self, memory: torch.Tensor, start: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """Returns a tensor on a part of `memory`, with its own storage, whose last view releases `owner`."""
+        """Returns a tensor on `nbytes` of `memory`, from byte `start` on. The tensor has a storage of its own.
+
+        When the last view of the tensor is deleted, its storage releases `owner`.
+        """
         return tensors.lent(memory.data_ptr() + start, nbytes, self.torch_device, owner)
 
     def keep_for(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Makes torch's allocator wait for `stream`, too, before it reuses `memory` after its release.
+        """Makes torch's allocator wait for `stream`, too, before it reuses the released `memory`.
 
         By default the allocator waits only for the stream on which the memory was allocated.
         """
@@ -118,9 +123,11 @@ class Device:
 
     def enter_thread(self) -> None:
         """Prepares a thread of memascend; call it in the thread before other methods. Repeated calls are fine."""
-        # In a new thread the first device is current, and a query of the current device would make a context there.
+        # In a new thread the first device is current. A query of the current device would create a CUDA context on the
+        # first device.
         torch.cuda.set_device(self.torch_device)
-        # Otherwise a query of an event in this thread would end a graph capture anywhere in the process.
+        # Without this call, a query of an event in this thread would abort a graph capture of any thread of the
+        # process.
         ignore_captures()
 
     def require_no_capture(self) -> None:
@@ -133,7 +140,7 @@ class Device:
         return torch.cuda.current_stream(self.torch_device)
 
     def mark(self, stream: torch.cuda.Stream) -> Copy:
-        """Returns an event behind all work that is queued on a stream so far."""
+        """Returns an event that marks the end of all work queued on a stream so far."""
         return Copy(self.torch_device, stream)
 
     def bring(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
@@ -145,14 +152,17 @@ class Device:
         return self._copied(self._outward, source, target, after)
 
     def allocated(self) -> tuple[int, int]:
-        """Returns the bytes of device memory that torch has allocated, memascend's included: now, and the maximum."""
+        """Returns how many bytes of device memory torch has allocated now, and the maximum so far.
+
+        Both numbers include the memory of memascend.
+        """
         return torch.cuda.memory_allocated(self.torch_device), torch.cuda.max_memory_allocated(self.torch_device)
 
     def _copied(
         self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]
     ) -> Copy:
-        # `torch.cuda.device` is entered first. Without it, the end of `torch.cuda.stream` would switch back to the
-        # device that was current before, and make a CUDA context there.
+        # `torch.cuda.device` is entered first. Without this, the end of `torch.cuda.stream` would switch back to the
+        # device that was current before, and would create a CUDA context on that device.
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream), torch.no_grad():
             for copy in after:
                 # `stream` is current here, so `order` makes `stream` wait.
@@ -171,7 +181,7 @@ def refuse_graphs() -> None:
     while frame is not None:
         if frame.f_code.co_filename.endswith(_DYNAMO) and _captures(frame.f_locals.get("self")):
             raise UsageError(
-                "CUDA graphs do not work with an offloaded model, whose weights are at other addresses each time: "
+                "CUDA graphs do not work with an offloaded model: its weights are at other addresses in each forward; "
                 'compile with mode="default" or "max-autotune-no-cudagraphs" (not "reduce-overhead" or '
                 '"max-autotune"), or with options={"triton.cudagraphs": False}'
             )
@@ -179,7 +189,7 @@ def refuse_graphs() -> None:
 
 
 def _captures(context: Any) -> bool:
-    """True if a context of Dynamo makes CUDA graphs, by the option that its modes set or by its backend."""
+    """True if a context of Dynamo makes CUDA graphs: its options or its backend show this."""
     config = getattr(context, "compiler_config", None)
     backend: Any = getattr(context, "callback", None)
     while hasattr(backend, "_torchdynamo_orig_backend"):

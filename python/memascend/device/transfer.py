@@ -1,4 +1,4 @@
-"""Copies units to a device and gradients from it through a few chunks of pinned host memory."""
+"""Copies units to a device, and gradients from a device, through a few chunks of pinned host memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from memascend.storage import Chunk, Engine, UnitParts
 
 
-# The number of threads that verify checksums, so that the staging thread only begins copies. Each thread verifies more
-# bytes per second than several drives read.
+# The number of threads that verify checksums. These threads leave the staging thread time to begin copies. Each of them
+# verifies more bytes per second than several drives together read.
 CHECKERS = 2
 
 
@@ -36,8 +36,8 @@ class _UnitUpload:
 
     def __init__(self, parts: UnitParts, base: torch.Tensor) -> None:
         self.parts: UnitParts | None = parts
-        self.places = parts.places()  # for each part: where it begins in the unit, and its number of bytes
-        # The lease; None once no more copies to it are begun.
+        self.places = parts.places()  # for each part: its offset in the unit, and its number of bytes
+        # The lease on the device; None once no more copies to the lease are begun.
         self.base: torch.Tensor | None = base
         self.address = base.data_ptr()
         self.next = 0  # the index of the next part to read
@@ -69,7 +69,10 @@ class _UnitUpload:
         self.base = None
 
     def release(self) -> None:
-        """Releases the lease and the parts; without the parts, the store may write to the slots that they read."""
+        """Releases the lease and the parts.
+
+        While the parts exist, the store does not write to the slots from which the parts are read.
+        """
         self.base = self.parts = None
 
     @property
@@ -80,7 +83,10 @@ class _UnitUpload:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """The caller's handle of an upload. Deleting it cancels parts that were not begun, and waits for begun parts."""
+    """The caller's handle of an upload.
+
+    Its deletion cancels parts that were not begun, and waits for all other parts.
+    """
 
     _staging: Staging
     _unit: _UnitUpload
@@ -89,10 +95,10 @@ class Staged:
         """Waits until all copies were begun; later work on the caller's stream waits for the copies.
 
         Returns:
-            The bytes of the unit.
+            The number of bytes in the unit.
 
         Raises:
-            StorageError: a drive failed, or the bytes differ from the written ones (CorruptionError).
+            StorageError: a drive failed, or the bytes differ from the written bytes (CorruptionError).
         """
         return self._staging.waited(self._unit)
 
@@ -129,7 +135,7 @@ class Staging:
         self._waiting: deque[_UnitUpload] = deque()
         self._closing = False
         self._broken: BaseException | None = None
-        # By the address of a lease: the last copy of the unit in it.
+        # By the address of a lease: the last copy of the unit in the lease.
         self._arrived: dict[int, Copy] = {}
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
@@ -140,7 +146,7 @@ class Staging:
     def begin(self, name: str, base: torch.Tensor, *, settle: bool = False) -> Staged:
         """Begins to upload a unit, as the last commit left it, to a lease on the device.
 
-        Updates of the unit that the last step deferred are computed on the way; `settle`: they are written, too.
+        If the unit has deferred updates, also computes them. With `settle`, also writes these updates to the store.
         """
         unit = _UnitUpload(self._parts_of(name, self._chunk_bytes, settle=settle), base)
         with self._changed:
@@ -180,7 +186,7 @@ class Staging:
         if self._broken is not None:
             raise self._broken
         if self._closing:
-            raise UsageError("the staging of units was closed with its run: call offload() again")
+            raise UsageError("this run was closed, so no more units can be read: call offload() again")
 
     def dropped(self, unit: _UnitUpload) -> None:
         """Implements the deletion of a `Staged`."""
@@ -199,7 +205,7 @@ class Staging:
             self._changed.notify_all()
         self._thread.join()
         for _, copy in self._copying:
-            # A lost device raises here; it reads nothing more from the chunk.
+            # A lost device raises an error here, but no longer reads from the chunk.
             with contextlib.suppress(DeviceError), failures_named(self._device):
                 copy.wait()
 
@@ -273,8 +279,8 @@ class Staging:
             part.wait()
             base = unit.base
             if base is not None:
-                # `after` returns its list only once, so it is called only if a copy follows: a unit may be dropped
-                # before its first copy. Later copies of the unit run after its first copy anyway.
+                # `_after` returns its list only once for each lease, so it is called only if a copy follows. Later
+                # copies of the unit run after its first copy anyway.
                 after = self._after(base) if unit.last is None else ()
                 with failures_named(self._device):
                     copy = self._device.bring(chunk[:nbytes], base[start : start + nbytes], after)
@@ -315,7 +321,7 @@ class _Window:
             copy.wait()
 
     def has(self, gradient: _Gradient, start: int, nbytes: int) -> bool:
-        """True if the window has these bytes of a gradient, or they are on their way."""
+        """True if the window has these bytes of a gradient, or if these bytes are on their way."""
         return self.gradient is gradient and self.start <= start and start + nbytes <= self.start + self.nbytes
 
     def fill(self, device: Device, gradient: _Gradient, start: int, nbytes: int) -> None:
@@ -333,7 +339,7 @@ class _Window:
 
 
 class DeviceEngine:
-    """Wraps an engine so that it takes gradients on a device; passes all other calls on."""
+    """Wraps an engine, so that its calls accept gradients on a device. All other calls go to the engine unchanged."""
 
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], ram_tier: Collection[str] = ()
@@ -348,8 +354,8 @@ class DeviceEngine:
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
-        # `_window` runs on the engine's thread, or, after a failed step, on another thread; `end` runs on the thread
-        # that closes the run.
+        # Guards the windows. `_window` runs on the engine's thread, or, after a failed step, on another thread. `end`
+        # runs on the thread that closes the run.
         self._lock = threading.Lock()
         self.update = self._lending(engine.update)
         self.spill = self._lending(engine.spill)
@@ -358,7 +364,10 @@ class DeviceEngine:
         return getattr(self._engine, name)
 
     def _lending(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Returns a method of the engine whose second argument is a gradient, which may be on the device."""
+        """Returns a function that calls `method` of the engine, and also accepts a gradient on the device.
+
+        The gradient is the second argument of `method`.
+        """
 
         def call(name: str, gradient: torch.Tensor, *numbers: Any, **options: Any) -> None:
             method(name, self._lend(name, gradient), *numbers, **options)
@@ -374,15 +383,19 @@ class DeviceEngine:
 
     def end(self) -> None:
         """Waits for copies to windows, so that their memory may be released; call it once the engine is closed."""
-        # A lost device raises here; it writes nothing more to the windows.
+        # A lost device raises an error here, but no longer writes to the windows.
         with self._lock, contextlib.suppress(DeviceError), failures_named(self._device):
             for window in self._windows:
                 window.release()
 
     def _lend(self, name: str, gradient: torch.Tensor) -> torch.Tensor | Lent:
-        """Returns the gradient as the engine takes it: the tensor itself if it is in host memory."""
+        """Returns the gradient in a form that the engine accepts.
+
+        A gradient in host memory is returned as it is. A gradient on the device is copied to host memory if its record
+        is in the RAM tier; else the result is a `Lent`, from which the engine reads the gradient in windows.
+        """
         if gradient.device != self._device.torch_device:
-            # Values that a door writes back are in host memory.
+            # Values that materialized() or edit() writes back are already in host memory.
             return gradient
         self._device.require_no_capture()
         with torch.no_grad(), failures_named(self._device):
@@ -400,15 +413,18 @@ class DeviceEngine:
         gradient.after.order()
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
-        """Copies `nbytes` of a gradient, from `start` on, to a window; begins to fill the other with the next bytes.
+        """Copies at least `nbytes` of a gradient, beginning at byte `start`, to a window, if no window has them yet.
+
+        Also begins to copy the bytes after this window to the other window.
 
         Returns:
             The address of a window, the index of its first byte in the gradient, and its number of bytes.
         """
-        # A window has whole chunks of the update; all chunks but the last one have `nbytes`.
+        # A window contains only whole chunks of the update. Each chunk has `nbytes`; only the last chunk may be
+        # smaller.
         span = self._bytes // nbytes * nbytes
         if not span:
-            raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes}")
+            raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes} bytes")
         with self._lock, failures_named(self._device):
             self._device.enter_thread()
             window = next((window for window in self._windows if window.has(gradient, start, nbytes)), None)

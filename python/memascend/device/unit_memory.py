@@ -29,7 +29,7 @@ class HostUnits:
 
     device = None
     unregistered = None
-    # Always 0: the store itself counts the seconds for which callers wait.
+    # Always 0: the store itself counts the time for which callers wait.
     wait_seconds = 0.0
 
     def __init__(self, engine: Engine, classes: Mapping[int, int]) -> None:
@@ -37,14 +37,14 @@ class HostUnits:
         self.begin = engine.fetch
 
     def take(self, nbytes: int, timeout: float) -> torch.Tensor:
-        """Leases memory for a unit; its last view releases the lease. See `DeviceArena.lease`."""
+        """Leases memory for a unit. The lease ends when the last view of the returned tensor is deleted."""
         lease = self.arena.lease(nbytes, timeout=timeout, owner="units")
         with torch.inference_mode(mode=False):
             taken: torch.Tensor = lease.tensor((nbytes,), torch.uint8)
             return taken
 
     def engine(self, engine: Engine) -> Any:
-        """Returns the engine for gradients in host memory."""
+        """Returns `engine` itself, since gradients are in host memory."""
         return engine
 
     @property
@@ -53,7 +53,7 @@ class HostUnits:
         return {"units": self.arena.held_bytes}
 
     def stop(self) -> None:
-        """Does nothing: reads belong to their tickets, which the store drains."""
+        """Does nothing: this class has no thread, and the store waits for its own reads."""
 
     def close(self) -> None:
         """Releases the memory."""
@@ -89,7 +89,7 @@ class DeviceUnits:
     def used(self, base: torch.Tensor) -> None:
         """Prepares the caller's stream to compute with the bytes of a unit."""
         if self.arena.used(base):
-            # `Staged.wait` may have made only another stream wait for the copies.
+            # `Staged.wait` may have made only another stream wait for the copies, so make this stream wait, too.
             self._staging.order(base)
 
     def engine(self, engine: Engine) -> Any:
@@ -109,14 +109,14 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """The reason why host chunks are not registered with the driver, and its cost; None if they are registered."""
+        """Why host chunks are not registered with the driver, and what this costs; None if they are registered."""
         regions = (self._ring.region, self._windows.region)
         why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
         return None if why is None else f"{why}; {memory.UNREGISTERED}"
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds for which callers waited for uploads, which the store's own count does not have."""
+        """The seconds for which callers waited for uploads. The store does not count these seconds."""
         return self._staging.wait_seconds
 
     def stop(self) -> None:

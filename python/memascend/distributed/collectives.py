@@ -1,4 +1,4 @@
-"""Runs collectives of all ranks; a failure on one rank ends them on all, with an error that names that rank."""
+"""Runs collectives. If one rank fails, the collective ends on all ranks, and the error names the failed rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     _Done = TypeVar("_Done")
 
 
-# At most this many names of gathers and reductions are kept for the error of `require_same`.
+# The maximum number of names of gathers and reductions that a rank keeps for the error of `require_same`.
 _NAMES_MAX = 4096
-# The share of the timeout for a collective. In the rest, ranks exchange their errors.
+# A collective may take this share of the timeout. In the rest of the timeout, ranks exchange their errors.
 _PART = 0.9
 _SECONDS_MIN = 0.5
 
@@ -33,21 +33,25 @@ _SECONDS_MIN = 0.5
 class Collectives:
     """Runs the collectives of a forward and a backward.
 
-    On the CPU it makes two gloo groups with the run's timeout: the ranks of this rank's replica, and the ranks with the
-    same rows. A rank that fails leaves both groups, so that the other ranks stop waiting and all ranks raise the same
-    error. On other devices it uses the groups of the mesh.
+    On the CPU, `Collectives` makes two gloo groups. One group has the ranks of this rank's replica, the other group has
+    the ranks with this rank's rows. A rank that fails leaves the groups, so that all other ranks stop waiting and raise
+    the same error. On other devices, `Collectives` uses the groups of the mesh.
     """
 
     def __init__(self, exchange: Exchange, layout: Layout | None = None, device: torch.device | None = None) -> None:
-        """Makes the groups, by default one of all ranks; a collective call. `device`: the model's device; None: CPU."""
+        """Makes the groups; a collective call.
+
+        If `layout` is None, one group has all ranks. `device` is the model's device; None stands for the CPU.
+        """
         self._exchange = exchange
         self.layout = layout = layout or Layout(exchange.rank, 1, exchange.size)
-        # Gathers and reductions since the ranks last compared them: the names of the first ones (`_done`), and a
-        # checksum of all (`_sum`). `_last` has the names up to the last comparison.
+        # `_done`: the names of the first `_NAMES_MAX` gathers and reductions since the last comparison between ranks.
+        # `_sum`: a checksum of the names of all gathers and reductions since then. `_last`: the names in the last
+        # comparison.
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
-        # By parameter name: digests of the rows that this rank gave to gathers since the last comparison.
+        # By parameter name: the digest of the rows that this rank gave to a gather since the last comparison.
         self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
@@ -67,26 +71,27 @@ class Collectives:
         self._sum.update(torch.frombuffer(bytearray(done.encode() + b"\0"), dtype=torch.uint8))
 
     def take_checksum(self) -> str:
-        """Returns a checksum of gathers and reductions since the last call; it must be equal on all ranks."""
+        """Returns a checksum of the gathers and reductions since the last call. All ranks must get equal checksums."""
         found, self._sum = str(self._sum), Checksum()
         self._last, self._done = self._done, []
         return found
 
     def note_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Records a digest of rows that this rank gives to a gather, for the comparison with its peers."""
+        """Records a digest of rows that this rank gives to a gather. Ranks with the same rows compare their digests."""
         if name not in self._rows:
             text = f"{name} {checksum_of(flat(rows).cpu())}".encode()
             self._rows[name] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def take_row_digest(self) -> int:
-        """Returns a digest of the rows noted since the last call; it must be equal on ranks with the same rows."""
+        """Returns a digest of the rows noted since the last call. Ranks with the same rows must get the same digest."""
         found, self._rows = sum(self._rows.values()), {}
         return found
 
     def require_same(self, checksums: Sequence[str]) -> None:
-        """Rejects a step in which ranks mixed rows or gradients of different modules; `checksums` has one per rank.
+        """Rejects a step in which ranks mixed rows or gradients of different modules.
 
-        FSDP2 does not detect this, because it compares only shapes.
+        FSDP2 does not detect such a mix, because FSDP2 compares only shapes. `checksums` has the `take_checksum()` of
+        each rank.
         """
         if len(set(checksums)) == 1:
             return
@@ -96,17 +101,18 @@ class Collectives:
         at = next((index for index in lengths if names[0][index] != names[other][index]), len(lengths))
         of = [one[at] if at < len(one) else "nothing more" for one in (names[0], names[other])]
         raise UsageError(
-            f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}, and "
-            "FSDP2 takes the one for the other where their shapes are equal, so that losses and gradients of this step "
-            "are wrong, in memory too. Call zero_grad(); let every rank compute every module (an expert that no token "
-            "reaches: with no rows), or shard experts together with the modules around them, and call "
-            "model.set_reduce_scatter_unused_params(True), where torch has it"
+            f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}. If "
+            "the shapes are equal, FSDP2 mixes these up without an error, so the losses and gradients of this step are "
+            "wrong. In-memory training has the same problem. Call zero_grad(), and let every rank compute every module "
+            "(call an expert that no token reaches with an empty input). Or shard experts together with the modules "
+            "around them, and call model.set_reduce_scatter_unused_params(True) if your version of torch has it"
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
-        """Calls `do` with the group of this replica, or with `peers` the group of the ranks with the same rows.
+        """Calls `do` with the group of this rank's replica; returns its result.
 
-        `given` is the mesh's group, which `do` gets if this object has no group. `what` names the collective in errors.
+        If `peers` is set, `do` gets the group of the ranks with the same rows. If this object has no groups, `do` gets
+        `given`, which is the mesh's group. `what` names the collective in errors.
 
         Raises:
             RankError: a rank failed, is gone, or came too late; the run has ended.
@@ -116,22 +122,22 @@ class Collectives:
         try:
             return do(self._chosen(given, peers=peers))
         except RuntimeError as error:
-            # Other ranks wait until this rank's connections close; a frame of the traceback that refers to the group
-            # would keep them open.
+            # Other ranks wait until this rank's connections close. A frame of the traceback that refers to the group
+            # would keep the connections open.
             traceback.clear_frames(error.__traceback__)
             self.close()
             within = max(_SECONDS_MIN, self._exchange.timeout * (1 - _PART))
             raise self._exchange.lost(f"{what} ({str(error).splitlines()[0][:200]})", within) from error
 
     def _chosen(self, given: Any, *, peers: bool) -> Any:
-        # A function of its own: a local variable of meet() would refer to the group, and so keep the connections open
-        # while the ranks exchange the reason.
+        # This is a separate function, so that no local variable of meet() refers to the group. Such a variable would
+        # keep the connections open while the ranks exchange their errors.
         own = self._group_of_peers if peers else self._group
         return given if own is None else own
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Wraps work of this rank before or after a collective: if the work fails, the other ranks stop waiting."""
+        """Wraps this rank's work before or after a collective. If the work fails, the other ranks stop waiting."""
         try:
             yield
         except BaseException as error:
@@ -142,7 +148,7 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Leaves the groups, which ends the waits of other ranks for this one."""
+        """Leaves the groups, so that other ranks stop waiting for this rank."""
         groups = self._group, self._group_of_peers
         self._group = self._group_of_peers = None
         for group in groups:

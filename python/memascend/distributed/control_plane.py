@@ -1,4 +1,4 @@
-"""Exchanges short messages between all ranks, agrees on commits, and names ranks that are gone."""
+"""Exchanges short messages between all ranks, makes commits on all ranks, and finds out which ranks are gone."""
 
 from __future__ import annotations
 
@@ -31,29 +31,33 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 # Advice in errors about a step that no rank has committed.
-DISCARDED = "the step is discarded on all ranks: call zero_grad() on each, and continue"
+DISCARDED = "the step is discarded on all ranks: call zero_grad() on each rank, and continue"
 _TEXT_CHARACTERS_MAX = 600
-# Seconds between two checks for Ctrl-C while this rank waits for others.
+# Seconds between two checks for Ctrl-C while this rank waits for other ranks.
 _INTERRUPT_SECONDS = 0.05
-# The shortest wait in seconds, even if waits for other ranks used up the time: the message may have arrived already.
+# The shortest wait for a message, in seconds. A rank waits so long even if earlier waits have used up the timeout,
+# because the message may have arrived already.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
-# The share of the timeout that is kept for whole messages, by which ranks find out which of them is missing.
+# This share of the timeout is reserved for whole messages. They show each rank which other rank is missing.
 _PART_DETAIL = 0.25
 _DETAIL_SECONDS_MAX = 5.0
-# A rank that waits for a word looks for an alarm of other ranks this many times in `_detail_seconds`.
+# A rank that waits for a `Word` also looks for another rank's alarm: this many times within `_detail_seconds`.
 _LOOKS = 8
-# The size of a word, and of the first part of a whole message. An exact sum of squares has 180 digits, a digest 32.
+# The size of a `Word`, and of the first part of a whole message. A `Word` has room for an exact sum of squares, which
+# has 180 digits, and for a digest, which has 32 digits.
 _WORD_BYTES = 512
 _DIGEST_BYTES = 16
-# The state of a word: its ranks sent equal values; their values differ, or a rank failed; a rank is missing.
+# The state of a `Word`, which summarizes the messages of some ranks. `_SAME`: these ranks sent equal values. `_APART`:
+# the values differ, or a rank failed. `_LOST`: a rank is missing.
 _SAME, _APART, _LOST = range(3)
-# value: a value; failed: an error on this rank; lost: other ranks did not take part.
+# The content of a message. "value": a value. "failed": an error on the sender. "lost": the sender has found that other
+# ranks did not take part.
 _Kind = Literal["value", "failed", "lost"]
 
 
 class Message(NamedTuple):
-    """One rank's message to all others; in one exchange, the messages of all ranks have the same number."""
+    """One rank's message to all other ranks. In one exchange, the messages of all ranks have the same number."""
 
     number: int
     kind: _Kind
@@ -64,9 +68,9 @@ class Message(NamedTuple):
 
 
 class Word(NamedTuple):
-    """The combined messages of some ranks, all with the same number, in a fixed size.
+    """A summary, of fixed size, of the messages that some ranks send in one exchange.
 
-    If all ranks agree, they send nothing else.
+    If the messages of all ranks are equal, ranks exchange only words, and no whole messages.
     """
 
     state: int
@@ -84,11 +88,11 @@ class Word(NamedTuple):
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
     def apart(self) -> Word:
-        """Returns this word in state `_APART`: its ranks do not agree, or their sums do not fit into a word."""
+        """Returns this word in state `_APART`: the summarized messages differ, or the sums do not fit into a word."""
         return Word(max(self.state, _APART), self.number, self.digest, [])
 
     def and_of(self, other: Word) -> Word:
-        """Combines two words: returns the word of all ranks whose messages are in one of them."""
+        """Combines two words into one word, which summarizes the messages of all ranks in the two words."""
         state = max(self.state, other.state)
         if self[1:3] != other[1:3] or len(self.sums) != len(other.sums):
             return Word(state, *self[1:]).apart()
@@ -105,10 +109,10 @@ def _room(nbytes: int = _WORD_BYTES) -> torch.Tensor:
 
 
 def _has_arrived(room: torch.Tensor) -> bool:
-    """True if `room` has a whole text: no text ends with a zero byte, and a connection delivers bytes in order.
+    """True if `room` has a whole message: no message ends with a zero byte, and a connection delivers bytes in order.
 
-    gloo raises an error for a message that has arrived if the sender closes the connection before the wait returns.
-    That happens if the sender received all messages and raises an error of its own.
+    gloo may raise an error although the message has arrived: the sender has closed the connection before the wait
+    returned. A sender closes its connections if it received all messages and then raises an error.
     """
     return bool(room[-1])
 
@@ -123,47 +127,49 @@ _LOST_WORD = Word(_LOST, 0, "", [])
 class Failure(NamedTuple):
     """The last failure that ranks reported in an exchange."""
 
-    ranks: tuple[int, ...]  # the ranks that failed; empty if ranks reported only that they lost others
-    reasons: str  # the error text of each rank
+    ranks: tuple[int, ...]  # the ranks that failed; empty if ranks reported only that other ranks are lost
+    reasons: str  # the reported error of each rank
 
 
 class Exchange:
-    """Exchanges small JSON values between all ranks, over a gloo group of its own.
+    """Exchanges small JSON values between all ranks, over a separate gloo group.
 
     In most steps all ranks send equal values. So each rank sends one `Word` of fixed size up a binomial tree, and
     receives the combined word of all ranks. If values differ, or a rank failed or is missing, each rank sends its whole
-    `Message` to every other rank; a rank that died or hangs is then known by its number. After a loss the exchange
-    ends, because some ranks may have received messages that others have not.
+    `Message` to every other rank. Each rank then knows which rank died or hangs. After the loss of a rank the exchange
+    ends, because some ranks may have received messages that other ranks have not received.
 
-    The alternatives: gloo's all_reduce is a ring, which takes 2 (W - 1) hops; its monitored_barrier names the missing
-    rank on rank 0 alone; and with torch's store a rank waits for a dead rank until the timeout.
+    The alternatives are worse. gloo's all_reduce is a ring, which takes 2 (W - 1) hops for W ranks. gloo's
+    monitored_barrier names the missing rank only on rank 0. With torch's store, a rank waits for a dead rank until the
+    timeout.
     """
 
     def __init__(self, timeout: float) -> None:
-        """Makes the group; a collective call with the errors of `rendezvous.meet`."""
+        """Makes the group; a collective call. Raises the errors of `rendezvous.meet`."""
         self.meeting = Meeting(timeout)
         self.rank, self.size = self.meeting.rank, self.meeting.size
         self.timeout = timeout
-        # The error that every later call raises, once the exchange has ended.
+        # The error that every call raises after the exchange has ended; None before.
         self.broken: RankError | None = None
         # The last failure that a rank reported.
         self.failure: Failure | None = None
         self._group: Any = self.meeting.make_group(timeout)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        # The neighbours in a binomial tree with root 0; ranks of one host have close numbers, and are close in the
-        # tree.
+        # This rank's parent and children in a binomial tree with root 0. Ranks of one host have close numbers, so they
+        # are also close in the tree.
         self._parent = self.rank & (self.rank - 1)
         steps = [1 << power for power in range(self.size.bit_length())]
         below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
         self._children = [rank for rank in below if rank < self.size]
-        # Words in flight: those of the previous message and of this one. A rank that answers has received all earlier
-        # words.
+        # The sends of words for the previous message and for this message. Sends for earlier messages are complete: a
+        # rank that answers has received all earlier words.
         self._sending: tuple[list[Any], list[Any]] = ([], [])
         self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
-        # Moves rows to the first rank.
+        # Moves rows from each rank to the first rank.
         self.line = Line(self.meeting, timeout)
         self._count = 0
-        # The lists that `add` returned since the last message; the next message adds their numbers over all ranks.
+        # The lists that `add` returned since the last message. The next message replaces their numbers by the sums over
+        # all ranks.
         self._adding: list[list[int]] = []
 
     def all_gather(self, about: str, value: Any, *, remedy: str = DISCARDED) -> list[Any]:
@@ -173,8 +179,8 @@ class Exchange:
         failed.
 
         Raises:
-            RankError: a rank failed, and later calls still work; or a rank did not answer in time, is gone, or made
-                another call, and the exchange has ended.
+            RankError: a rank failed; later calls still work. Or a rank did not answer in time, is gone, or made a
+                different call; the exchange has ended.
         """
         heard = self._heard("value", about, value)
         if any(one.kind == "failed" for one in heard):
@@ -184,9 +190,10 @@ class Exchange:
         return [one.value for one in heard]
 
     def add(self, numbers: Iterable[int]) -> list[int]:
-        """Adds integers over all ranks with the next message; the returned list has the sums after that exchange.
+        """Sends integers with the next message, which adds them over all ranks.
 
-        All ranks must add the same number of integers. A rank that must not be counted adds zeros.
+        After the next message, the returned list has the sums. All ranks must add the same number of integers. A rank
+        that must not be counted adds zeros.
         """
         sums = [*map(int, numbers)]
         self._adding.append(sums)
@@ -197,12 +204,12 @@ class Exchange:
         return self.all_gather("the findings", mine)
 
     def first_other(self, mine: Any) -> int | None:
-        """Returns the first rank whose JSON value differs from that of rank 0; None if all are equal."""
+        """Returns the first rank whose JSON value differs from the value of rank 0; None if all values are equal."""
         values = self.all_values(mine)
         return next((rank for rank, one in enumerate(values) if one != values[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Calls `do` on all ranks. If it raises on one rank, all ranks raise, and the error names that rank.
+        """Calls `do`. If `do` raises on one rank, all ranks raise an error, which names that rank; a collective call.
 
         Raises:
             MemascendError: `do` raised on another rank; `other` makes the error.
@@ -216,12 +223,17 @@ class Exchange:
             failure = self.failure
             if failure is None or failure is known or not error.ranks or self.rank in (*failure.ranks, *error.ranks):
                 raise
-            raise other(f"rank {error.ranks[0]} refused, and so do all ranks ({failure.reasons})") from error
+            raise other(
+                f"rank {error.ranks[0]} refused this call, so the call failed on all ranks ({failure.reasons})"
+            ) from error
         return done
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """Wraps work of all ranks: if this rank fails, the others are notified instead of waiting for it."""
+        """Wraps work that all ranks do.
+
+        If this rank fails, the other ranks get the error and do not wait for this rank.
+        """
         known = self.failure
         try:
             yield
@@ -231,20 +243,26 @@ class Exchange:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Notifies the other ranks of an error, whichever call they wait in; raises no error itself."""
+        """Sends an error of this rank to the other ranks; raises no error.
+
+        Another rank receives the error in any call in which that rank waits for messages.
+        """
         if self.broken is not None:
             return
         try:
             heard = self._heard("failed", None, shortened(error))
         except RankError as others:
-            error.add_note(f"the other ranks: {others}")
+            error.add_note(f"the other ranks could not be notified: {others}")
             return
         if sum(one.kind == "failed" for one in heard) > 1:
             assert self.failure is not None
             error.add_note(f"several ranks failed: {self.failure.reasons}")
 
     def lost(self, where: str, within: float) -> RankError:
-        """Notifies all ranks that some are lost; returns the error to raise; takes at most `within` seconds."""
+        """Reports to all ranks that this rank has lost other ranks; returns the error to raise.
+
+        Takes at most `within` seconds.
+        """
         if self.broken is None:
             with contextlib.suppress(RankError):
                 self._heard("lost", None, where, within)
@@ -255,26 +273,28 @@ class Exchange:
         """Ends the exchange: every later call raises."""
         if self.broken is None:
             self.broken = RankError(
-                "the step ended on all ranks, and none commits any more: start all of them again, and the run resumes "
-                f"at the last step of all ({why})",
+                "the step ended on all ranks, and no rank commits again: start all ranks again, and the run resumes at "
+                f"the last step that all ranks have ({why})",
                 ranks=() if self.failure is None else self.failure.ranks,
             )
 
     def close(self) -> None:
-        """Leaves all groups: ranks that still use them notice that this one is gone."""
+        """Leaves all groups. Ranks that still use a group notice that this rank is gone."""
         self.line.close()
         if self.broken is not None and self._group is not None:
-            # A thread of this rank may still wait for a word.
+            # End the wait of a thread of this rank that may still wait for a word.
             self._hang_up()
         elif self._group is not None:
             self._finish_sending()
-        # Drop the handles of sends, too: they keep connections open.
+        # Drop the handles of sends, too, because these handles keep connections open.
         group, self._group, self._sending = self._group, None, ([], [])
-        self.broken = self.broken or RankError("the ranks do not talk any more: the run was closed", ranks=())
+        self.broken = self.broken or RankError(
+            "this run was closed, so its ranks exchange no more messages: call offload() again on all ranks", ranks=()
+        )
         leave_group(group)
 
     def _heard(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
-        """Sends the next message; returns the messages of all ranks with the same number."""
+        """Sends this rank's next message; returns the message with the same number from each rank, by rank."""
         if self.broken is not None:
             raise self.broken
         self._count += 1
@@ -291,15 +311,20 @@ class Exchange:
                 self._ring()
             own = own._replace(waited=time.monotonic() - began)
             heard: dict[int, Message] = {self.rank: own}
-            # By rank that did not take part: the reason.
+            # The ranks that did not take part, each with the reason.
             lost: dict[int, str] = {}
-            # After Ctrl-C the thread may outlive close(), so it gets the group as an argument.
+            # After Ctrl-C the thread may still run when close() has set `_group` to None. So the thread gets the group
+            # as an argument.
             _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
         except BaseException:
-            self.broken = RankError(f"rank {self.rank} was interrupted while all ranks talked", ranks=(self.rank,))
+            self.broken = RankError(
+                f"rank {self.rank} was interrupted while all ranks exchanged messages: start all ranks again",
+                ranks=(self.rank,),
+            )
             raise
         if word.state == _LOST and not lost and all(one.kind != "lost" for one in heard.values()):
-            # All ranks answered in the end, after one had given up: the rank that waited least was late.
+            # All ranks answered in the end, but one of them had already given up. The rank that waited the shortest
+            # time was late.
             lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
         problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "value"}
@@ -317,31 +342,32 @@ class Exchange:
         return [heard[rank] for rank in range(self.size)]
 
     def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
-        """Ends the exchange and raises if ranks are lost or made another call."""
-        # A rank that failed, or lost others, reports this without a subject.
+        """If ranks are lost, or made a different call, ends the exchange and raises RankError."""
+        # The message of a rank that failed, or that lost other ranks, has no subject.
         asked = {one.about for one in heard.values()} - {None}
         strange = {
-            rank: f"it is at message {one.number}, {one.about!r}, and this one, {self.rank}, at {own.number}, "
+            rank: f"it is at message {one.number}, {one.about!r}, and rank {self.rank} is at message {own.number}, "
             f"{own.about!r}: every rank must make the same calls"
             for rank, one in heard.items()
             if one.number != own.number or (len(asked) > 1 and one.about != own.about)
         }
         if not lost and not strange:
             return
-        # Other ranks that lose this rank then find out which ranks it blames; `at_fault` below reads their notes.
+        # Leave a note that blames the lost ranks: other ranks that lose this rank read the note. `at_fault` below reads
+        # the notes of other ranks.
         self.meeting.left_by(lost)
         if lost:
             self._hang_up()
         ranks = self.meeting.at_fault(lost) if lost else tuple(sorted(strange))
         named = f"{_named(ranks)} did not take part within {self.timeout:g} s"
         if len(ranks) == len(lost) == len(self._others) > 1:
-            named = "every other rank is gone: this one came too late, or its network failed"
-        why = {rank: (lost or strange).get(rank, "others lost it") for rank in ranks}
+            named = "every other rank is gone: this rank came too late, or its network failed"
+        why = {rank: (lost or strange).get(rank, "other ranks lost it") for rank in ranks}
         because = {rank: f"it ended because of {_named(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         self.broken = RankError(
-            f"{named} ({own.about or own.value}): the step ended on all ranks, and none commits any more; start all of "
-            f"them again, and the run resumes at the last step of all ({reasons})",
+            f"{named} ({own.about or own.value}): the step ended on all ranks, and no rank commits again; start all "
+            f"ranks again, and the run resumes at the last step that all ranks have ({reasons})",
             ranks=ranks,
         )
         raise self.broken
@@ -349,7 +375,7 @@ class Exchange:
     # --- words --------------------------------------------------------------------------
 
     def _agreed(self, own: Word, until: float) -> Word:
-        """Returns the word of all ranks; `_LOST_WORD` if a rank is missing, or if another rank has given up."""
+        """Returns the combined word of all ranks; `_LOST_WORD` if a rank is missing or has given up."""
         found: list[Word] = []
         self._sending = (self._sending[1], [])
         over, rung = threading.Event(), threading.Event()
@@ -378,8 +404,8 @@ class Exchange:
     def _received(self, group: Any, rank: int) -> Word:
         room = _room()
         try:
-            # Waits for twice the timeout: when a wait times out, gloo closes all connections, and the exchange of
-            # whole messages needs them.
+            # Wait for up to twice the timeout, so that this wait does not time out before `_agreed` gives up. If a wait
+            # times out, gloo closes all connections, and the exchange of whole messages needs these connections.
             work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
             assert work is not None
             work.wait(timedelta(seconds=2 * self.timeout))
@@ -389,12 +415,12 @@ class Exchange:
         return Word(*_json_in(room))
 
     def _send(self, group: Any, word: Word, rank: int) -> None:
-        # If `rank` is gone, this rank notices when the next word from it does not arrive.
+        # Ignore errors here. If `rank` is gone, this rank notices it because the next word from `rank` does not arrive.
         with contextlib.suppress(RuntimeError):
             self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
-        """Sets `rung` soon after another rank has given up: a rank that hangs may keep this rank waiting, too."""
+        """Sets `rung` soon after another rank has given up. Otherwise this rank might wait for a rank that hangs."""
         with contextlib.suppress(RuntimeError):
             while not over.wait(self._detail_seconds / _LOOKS):
                 if self.meeting.has_alarm():
@@ -402,20 +428,27 @@ class Exchange:
                     return
 
     def _ring(self) -> None:
-        """Ends all ranks' waits for a word: by an alarm in the store, and by `_LOST_WORD` to this rank's neighbours."""
+        """Makes all ranks stop waiting for a word: sets an alarm in torch's store, sends `_LOST_WORD` to neighbours."""
         self.meeting.alarm()
         for rank in {*self._children, self._parent} - {self.rank}:
             self._send(self._group, _LOST_WORD, rank)
 
     def _finish_sending(self) -> None:
-        """Waits, for a short time, until the last words are sent: a rank that waits for one would lose this rank."""
+        """Waits a short time until the last words are sent.
+
+        A rank that still waits for one of these words would otherwise report this rank as lost.
+        """
         until = time.monotonic() + self._detail_seconds
         for work in (*self._sending[0], *self._sending[1]):
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(_SECONDS_MIN, until - time.monotonic())))
 
     def _hang_up(self) -> None:
-        """Closes all connections, so that no rank waits for this one: gloo closes them when this wait times out."""
+        """Closes all connections, so that no rank waits for this rank.
+
+        gloo closes all connections of a group if a wait times out, so this function waits for a message that no rank
+        sends.
+        """
         with contextlib.suppress(RuntimeError):
             work = distributed.irecv(_room(), group=self._group, tag=_TAG_NOTHING)
             assert work is not None
@@ -425,8 +458,8 @@ class Exchange:
 
     def _talk(self, group: Any, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
         text = _padded(json.dumps(own))
-        # If one rank hangs, gloo closes all connections; short texts, which are sent first, have arrived by then. A
-        # text that is longer than a word is sent after its length.
+        # If one rank hangs, gloo closes all connections. Short messages are sent first, so they have arrived by then.
+        # If a message is longer than a word, this rank sends first the length of the message and then the message.
         is_long = text.numel() > _WORD_BYTES
         first = {rank: _room() for rank in self._others}
         self._move(group, first, dict.fromkeys(first, _padded(str(text.numel())) if is_long else text), lost, until)
@@ -446,8 +479,8 @@ class Exchange:
     ) -> None:
         """Receives from the ranks in `into` and sends to the ranks in `out`; records each failure in `lost`, by rank.
 
-        A rank whose text arrived before it closed the connection is not lost here: it has received all messages, or the
-        next message shows that it ended.
+        If a rank's message arrived before that rank closed the connection, the rank does not count as lost. Either the
+        rank has received all messages, or its next message will be missing.
         """
         begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
         begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]
@@ -461,11 +494,11 @@ class Exchange:
                 if rank in into and _has_arrived(into[rank]):
                     continue
                 is_late = "Timed out" in str(error)
-                lost.setdefault(rank, "no answer in time" if is_late else "its process ended, or its connection")
+                lost.setdefault(rank, "no answer in time" if is_late else "its process or its connection ended")
 
 
 def _put(sums: Iterable[int], adding: list[list[int]]) -> None:
-    """Writes `sums` into the lists in `adding`, one list after the other."""
+    """Replaces the numbers in the lists of `adding` by `sums`; `sums` has the numbers of all lists, in order."""
     found = iter(sums)
     for each in adding:
         each[:] = itertools.islice(found, len(each))
@@ -479,7 +512,10 @@ def _begun(begin: Any, memory: torch.Tensor, rank: int, group: Any) -> Any:
 
 
 def _wait_for(do: Callable[[], object], is_over: Callable[[], bool] = lambda: False) -> None:
-    """Calls `do` on a thread; waits until it returns or `is_over()`. Ctrl-C interrupts this wait, but not gloo's."""
+    """Calls `do` on a thread; waits until `do` returns or `is_over()` is true.
+
+    Ctrl-C interrupts this wait. A wait of gloo in the calling thread would not be interrupted.
+    """
     talk = threading.Thread(target=do, daemon=True)
     talk.start()
     while talk.is_alive() and not is_over():
@@ -487,7 +523,7 @@ def _wait_for(do: Callable[[], object], is_over: Callable[[], bool] = lambda: Fa
 
 
 class Alone:
-    """The exchange of a single process; see `Exchange`."""
+    """Stands for an `Exchange` in a single process."""
 
     rank, size = 0, 1
 
@@ -507,7 +543,7 @@ class Alone:
 
 
 def exchange_of(sharding: Sharding | None) -> Exchange | Alone:
-    """Returns the exchange of a model's ranks; for a single rank or process, an `Alone`."""
+    """Returns the exchange between the ranks of a model; an `Alone` if there is only one rank."""
     return Alone() if sharding is None or sharding.exchange is None else sharding.exchange
 
 
@@ -516,65 +552,69 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def shortened(error: BaseException) -> str:
-    """Returns the text of an error as it is sent to other ranks."""
+    """Returns the text of an error, cut to the length that is sent to other ranks."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "..."
 
 
 _IDENTITY_BYTES = 16
-# Advice in errors about replicas with different first values.
+# Advice in errors about replicas whose values differ at the first commit.
 _OTHER_VALUES = "these are the first values of the run: give all ranks the same seed or the same files"
-# Advice in errors about a commit whose root some ranks may have written.
-_UNKNOWN = "some ranks may have the step: start all of them again, and the run resumes at the last that all have"
+# Advice in errors about a commit that only some ranks may have.
+_UNKNOWN = "some ranks may have the step: start all ranks again, and the run resumes at the last step that all have"
 
 
 @dataclass(eq=False)
 class Agreement:
-    """Makes the commits of one run, which all ranks make together.
+    """Makes the commits of one run; all ranks make each commit together.
 
-    No rank stages a step before all have written the root of the step before. So ranks are never more than one commit
-    apart, and the two slots of each store hold the newest commit that all ranks have.
+    No rank stages a step before all ranks have written the root of the previous step. So ranks are never more than one
+    commit apart, and the two slots of each store hold the newest commit that all ranks have.
     """
 
     exchange: Exchange
-    store: Store  # this rank's store; the other fields are equal on all ranks
+    store: Store  # this rank's store
     run: bytes  # the run's id, 16 bytes
     number: int  # the number of the last commit; 0 before the first
-    identity: bytes  # the identity of the last commit, or of the commit that the first values are from
-    nonce: bytes  # drawn at this opening, so that commits of another opening of the same stores have other identities
+    identity: bytes  # of the last commit; before the first commit, of the commit from which the store was filled
+    nonce: bytes  # random bytes of this opening: commits of another opening of these stores get other identities
     layout: Layout
-    # Number and identity of the commits that this rank makes alone, to fill its store; None: all ranks commit together.
+    # The number and identity of the commits that this rank makes alone while it fills its store. None if all ranks
+    # commit together.
     _own: tuple[int, bytes] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.store.share(self)
 
     def alone(self, number: int, identity: bytes) -> None:
-        """Makes the next commits on this rank alone, with this number and identity, until `together()`."""
+        """Until `together()` is called, this rank makes its commits alone, with this number and identity."""
         self._own = number, identity
 
     def together(self) -> None:
-        """Makes later commits on all ranks."""
+        """From now on, all ranks make each commit together."""
         self._own = None
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Wraps the work before a commit: if this rank fails, the others are notified instead of waiting for it."""
+        """Wraps the work before a commit.
+
+        If this rank fails, the other ranks get the error and do not wait for this rank.
+        """
         try:
             with self.exchange.part():
                 yield
         except BaseException:
             if self.exchange.broken is not None:
-                # The next opening finds the newest commit that all ranks have.
+                # End the store without a commit. The next opening finds the newest commit that all ranks have.
                 self.store.end()
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
-        """Makes a commit on all ranks, or on none.
+        """Makes a commit on all ranks, or on no rank.
 
         Raises:
-            RankError: a rank failed. If it reported this before any root was written, all ranks can discard the step
-                and try again. Otherwise no rank commits again, not even in `close()`.
+            RankError: a rank failed. If that rank reported its error before any rank wrote a root, all ranks can
+                discard the step and try again. Otherwise no rank commits again, not even in `close()`.
         """
         if self._own is not None:
             return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
@@ -598,7 +638,7 @@ class Agreement:
                 self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
-                    # Roots were being written when a rank failed: reopening finds out which ranks have the commit.
+                    # A rank failed while ranks wrote roots. The next opening finds out which ranks have the commit.
                     self.store.end()
                 raise
         self.number, self.identity = number, identity
@@ -610,26 +650,30 @@ class Agreement:
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
             self.store.end()
-            raise RankError(f"commit {number} of rank {self.exchange.rank} meets others: {apart}", ranks=tuple(apart))
+            raise RankError(
+                f"rank {self.exchange.rank} is at commit {number}, and other ranks are at other commits ({apart}, by "
+                "rank): start all ranks again",
+                ranks=tuple(apart),
+            )
 
     def beside_others(self, digest: int) -> int:
-        """Returns a number whose sum over all ranks is 0 if all ranks with the same rows have the same digest.
+        """Returns this rank's summand of a sum that is 0 if all ranks with the same rows have equal digests.
 
-        The numbers of the first replica are positive and the others negative. The hash includes the shard, so that
-        differences of several shards do not cancel each other.
+        The summands of the first replica are positive, and the summands of all other replicas are negative. The hash
+        includes the shard, so that differences of several shards do not cancel each other.
         """
         layout = self.layout
         data = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=_DIGEST_BYTES).digest()
         return int.from_bytes(data, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
-        """Rejects a step for which ranks with the same rows computed different values: their stores would differ."""
+        """Rejects a step, because ranks with the same rows computed different values. Their stores would differ."""
         digests, shards = self.exchange.all_gather("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards
         raise RankError(
-            f"{_named(apart)} computed other values than rank {first}, which has the same rows, from the same "
-            "gradients: give all replicas the same learning rates and other options, one version of torch and "
-            f"processors of one kind; {remedy}",
+            f"{_named(apart)} computed other values than rank {first} from the same rows and the same gradients: "
+            "give all replicas the same learning rates and other options, the same version of torch and the same kind "
+            f"of processor; {remedy}",
             ranks=apart,
         )

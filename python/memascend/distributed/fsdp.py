@@ -1,4 +1,4 @@
-"""Accesses private fields of torch's FSDP2: replaces its local tensors, and makes parameters of one rank's rows."""
+"""Uses private fields of torch's FSDP2: replaces FSDP2's local tensors, and makes parameters from a rank's rows."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _OF_PARAMETERS = (
 )  # fmt: skip
 
 
-# The supported placements: rows sharded over a mesh of one dimension, or over the second dimension of a mesh of two,
-# whose first dimension has the replicas.
+# The supported placements: the rows are sharded over a mesh of one dimension, or over the second dimension of a mesh of
+# two dimensions. The first of two dimensions has the replicas.
 _PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
@@ -54,10 +54,11 @@ _PLACEMENTS = ((Shard(0),), (Replicate(), Shard(0)))
 class FsdpParameter:
     """One parameter that `fully_shard` sharded, with torch's own object for it."""
 
-    name: str  # as `model.named_parameters()` gives it
+    name: str  # the name in `model.named_parameters()`
     leaf: torch.nn.Parameter  # the DTensor that model and optimizer hold
     _torch: Any
-    # Weak references to `leaf`: because of them `torch.utils.swap_tensors`, which casts of the model call, rejects it.
+    # Weak references to `leaf`. A cast of the model calls `torch.utils.swap_tensors`, which rejects a tensor that has
+    # weak references. So no cast replaces `leaf`.
     _unswapped: list[weakref.ref[torch.Tensor]] = field(default_factory=list, init=False)
 
     @property
@@ -68,17 +69,20 @@ class FsdpParameter:
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two tensors on the memory of this rank's rows: the parameter's and torch's."""
+        """The two tensors that use the memory of this rank's rows: the local tensor of `leaf`, and FSDP2's tensor."""
         return self.local, self._torch._sharded_param_data  # noqa: SLF001
 
     @property
     def is_kept(self) -> bool:
-        """True if other code holds the very tensor of this rank's rows, which `to_local()` returns without a graph."""
+        """True if other code holds the tensor object of this rank's rows.
+
+        `to_local()` returns this object if autograd records no graph.
+        """
         if self.leaf.is_meta:
             return False
-        # If C++ holds the tensor, too (as the base of a view), the object has one more reference.
+        # If C++ code holds the tensor, for example as the base of a view, the Python object has one more reference.
         also_there = int(self.leaf._local_tensor._use_count()) > 1  # type: ignore[attr-defined] # noqa: SLF001
-        # For comparison: an object that holds a tensor as a DTensor does.
+        # For comparison: an object that holds a tensor in the same way as a DTensor holds its local tensor.
         alone = types.SimpleNamespace(_local_tensor=torch.empty(1, device="cpu"))
         return sys.getrefcount(self.leaf._local_tensor) > sys.getrefcount(alone._local_tensor) + also_there  # type: ignore[attr-defined] # noqa: SLF001
 
@@ -89,12 +93,12 @@ class FsdpParameter:
 
     @property
     def padded_shape(self) -> torch.Size:
-        """The shape of the tensor that each rank passes to a gather: it has as many rows as the first rank."""
+        """The shape of the rows that each rank passes to a gather, padded to the number of rows on rank 0."""
         return torch.Size(self._torch.padded_sharded_param_size)
 
     @property
     def rows(self) -> Rows:
-        """The range of rows of the parameter that this rank has."""
+        """This rank's rows, as a range of the parameter's rows."""
         shape = self.shape
         # The last dimension of the mesh shards rows.
         shard = int(self.leaf.device_mesh.get_coordinate()[-1])  # type: ignore[attr-defined]
@@ -112,15 +116,15 @@ class FsdpParameter:
         # Drops torch's own reference to the old rows.
         self._torch._sharded_param_data = torch.empty(0, dtype=rows.dtype, device=rows.device)  # noqa: SLF001
         if self.leaf.is_meta:
-            # The device of a DTensor cannot change, so swap the DTensor.
+            # The device of a DTensor cannot change, so replace the DTensor by a new one.
             made = torch.nn.Parameter(self.as_sharded(rows), requires_grad=self.leaf.requires_grad)
             swap: Any = torch.utils.swap_tensors
             swap(self.leaf, made)
         self._unswapped.append(weakref.ref(self.leaf))
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
-        # torch's method, called after `load_state_dict()` and casts of a module, would replace `rows` by a tensor in
-        # memory.
+        # torch calls this method after `load_state_dict()` and after casts of a module. torch's own method would
+        # replace `rows` by a tensor in memory.
         self._torch.reset_sharded_param = self._require_kept
 
     def _require_kept(self) -> None:
@@ -128,8 +132,8 @@ class FsdpParameter:
         rows = self.leaf._local_tensor  # type: ignore[attr-defined] # noqa: SLF001
         if getattr(of.module, of.param_name) is not self.leaf or not hasattr(rows, "fsdp_pre_all_gather"):
             raise UsageError(
-                f"{self.name!r} is offloaded and was replaced, as a cast or a move of the model does it: close() and "
-                "offload() anew for another dtype or device"
+                f"{self.name!r} is offloaded and was replaced, for example by a cast or a move of the model: for "
+                "another dtype or device, call close(), cast or move the model, and call offload() again"
             )
 
     @property
@@ -143,7 +147,7 @@ class FsdpParameter:
         self.leaf.grad = values
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the rows `local` as a DTensor with the parameter's shape and sharding, as `.grad` needs it."""
+        """Returns the rows `local` as a DTensor with the parameter's shape and sharding, as required for `.grad`."""
         with torch.no_grad():
             found: torch.Tensor = self._torch.to_sharded_dtensor(local)
         return found
@@ -154,7 +158,7 @@ class FsdpGroup:
     """Parameters that FSDP2 gathers and reduces together."""
 
     name: str  # the name of the group's module
-    parameters: tuple[FsdpParameter, ...]  # in the order in which they are gathered
+    parameters: tuple[FsdpParameter, ...]  # in the order in which FSDP2 gathers them
     module: FSDPModule  # the module of the group, or its first module if it has several
     _torch: Any
 
@@ -168,14 +172,14 @@ class FsdpGroup:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         if mesh.size() != world_size:
             raise ConfigError(
-                f"{self.name} is on a mesh of {mesh.size()} of {world_size} ranks: offload() works where all ranks "
-                "have rows: fully_shard(module) without mesh=, or with one of all ranks, whose dimensions are replicas "
-                "and shards"
+                f"{self.name} is on a mesh of {mesh.size()} of {world_size} ranks, and offload() needs rows on all "
+                "ranks: call fully_shard(module) without mesh=, or with a mesh of all ranks whose dimensions are "
+                "replicas and shards"
             )
         if int(mesh.mesh.flatten()[rank]) != rank:
             raise ConfigError(
-                f"{self.name} is on a mesh that numbers the ranks in another order: offload() works with meshes of "
-                "init_device_mesh(), which number them replica by replica"
+                f"{self.name} is on a mesh that numbers the ranks in another order than replica by replica: make the "
+                "mesh by init_device_mesh()"
             )
         shards = int(mesh.size(mesh.ndim - 1))
         return Layout(rank, world_size // shards, shards)
@@ -185,32 +189,38 @@ class FsdpGroup:
         kept = self._torch
         if type(kept.offload_policy).__name__ == "CPUOffloadPolicy":
             raise ConfigError(
-                "fully_shard() was given CPUOffloadPolicy, and offload() moves parameters itself: leave "
+                "fully_shard() was given CPUOffloadPolicy, and offload() already moves the parameters: leave "
                 "offload_policy out"
             )
         if kept.post_forward_mesh_info is not None and kept.post_forward_mesh_info != kept.mesh_info:
-            raise ConfigError(f"{self.name}: reshard_after_forward= is a number of ranks: pass True or False")
+            raise ConfigError(
+                f"{self.name}: reshard_after_forward= is a number of ranks, which offload() does not support: pass "
+                "True or False to fully_shard()"
+            )
         for one in self.parameters:
             wide = one._torch.mp_policy.reduce_dtype  # noqa: SLF001
             if ordered and wide is not None and wide.itemsize > one.leaf.dtype.itemsize:
                 raise ConfigError(
-                    f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}: in the order of ranks it "
-                    "is added in its own type, as one process accumulates: leave reduce_dtype out, or pass "
-                    "reduction='native'"
+                    f"{one.name} is {one.leaf.dtype} and its gradient is reduced in {wide}, but reduction='ordered' "
+                    "adds gradients in the dtype of the parameter, as one process does: leave reduce_dtype out, or "
+                    "pass reduction='native'"
                 )
 
     def require_no_hooks(self) -> None:
-        """Rejects hooks that would run before the gradients of all ranks are added in their order."""
+        """Rejects hooks that torch would call before the gradients of all ranks are added."""
         hooked = next((one.name for one in self.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
         if hooked is not None:
             raise ConfigError(
                 f"{hooked} has a hook of register_post_accumulate_grad_hook(), which reduction='ordered' would call "
-                "with the gradient of one rank instead of the sum: register it after offload(), with gradients='ssd' "
-                "or 'ram', or pass reduction='native'"
+                "with the gradient of one rank instead of the sum: register the hook after offload(), and pass "
+                "gradients='ssd' or 'ram' to offload(), or pass reduction='native'"
             )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
-        """Rejects user collectives, which this run would replace, and hooks that would get one rank's part only."""
+        """Rejects collectives that the user has set, because this run sets its own collectives.
+
+        If `ordered`, also rejects an all-reduce hook, because the hook would get the gradients of one rank only.
+        """
         comms = {
             "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
             "set_custom_reduce_scatter": self._torch._reduce_scatter_comm,  # noqa: SLF001
@@ -218,21 +228,23 @@ class FsdpGroup:
         for call, comm in comms.items():
             if not type(comm).__module__.startswith(("torch.", "memascend.")):
                 raise refusal(
-                    f"{call}() was called on {self.name}, and several ranks under offload() gather and reduce by calls "
-                    "of their own: leave it out"
+                    f"{call}() was called on {self.name}, and offload() sets its own collectives on several ranks: "
+                    f"leave {call}() out"
                 )
         hook = self._torch._all_reduce_hook  # noqa: SLF001
         owner = type(getattr(hook, "__self__", None)).__module__
         if ordered and hook is not None and not owner.startswith("memascend."):
             raise refusal(
                 f"set_all_reduce_hook() was called on {self.name}, and reduction='ordered' adds the gradients after "
-                "the hook: leave it out, or pass reduction='native' to offload(), which calls the hook as torch does"
+                "the hook: leave the hook out, or pass reduction='native' to offload(), so that torch adds the "
+                "gradients and calls the hook"
             )
 
     def reduce_within_replica(self, then: Callable[[torch.Tensor], None] | None, size: int) -> None:
-        """Makes torch reduce gradients among the ranks of a replica only, and then call `then` with the result.
+        """Makes torch reduce gradients only among the ranks of a replica, and then call `then` with the result.
 
-        `size` is the number of all ranks; torch divides by it unless the user set a divisor.
+        If `then` is None, torch calls nothing. `size` is the number of all ranks. torch divides gradients by `size`,
+        unless the user set a divisor.
         """
         kept = self._torch
         if isinstance(kept.mesh_info, HSDPMeshInfo):
@@ -245,11 +257,11 @@ class FsdpGroup:
         kept._all_reduce_hook = then  # noqa: SLF001
 
     def settle(self) -> None:
-        """Keeps torch from searching for replaced parameters: offload() replaced them on purpose."""
+        """Prevents torch from looking for replaced parameters, because offload() replaced their tensors on purpose."""
         self._torch._reset_sharded_params = True  # noqa: SLF001
 
     def factor_after(self, dtype: torch.dtype) -> float | None:
-        """Returns the divisor of a finished sum of this dtype; None if the sum is not divided."""
+        """Returns the number by which FSDP2 divides a complete sum of this dtype; None if FSDP2 does not divide it."""
         found = _fsdp_collectives._get_gradient_divide_factors(  # noqa: SLF001
             self._torch.mesh_info.shard_process_group,
             None,
@@ -265,7 +277,7 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
     """Returns the groups of a model in the order of its modules; rejects sharding that cannot be offloaded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A forward without a backward leaves parameters gathered.
+            # A forward without a backward may have left parameters gathered.
             module.reshard()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[FsdpGroup] = []
@@ -285,13 +297,13 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
             leaf: Any = one.sharded_param
             if id(leaf) not in names or not isinstance(leaf, DTensor):
                 raise ConfigError(
-                    f"a parameter of {name or 'the model'} was replaced after fully_shard(): call offload() before it "
-                    "is, or fully_shard() after it was"
+                    f"a parameter of {name or 'the model'} was replaced after fully_shard(): replace the "
+                    "parameter before you call fully_shard(), or after you called offload()"
                 )
             if tuple(leaf.placements) not in _PLACEMENTS or len(groups) > 1:
                 raise ConfigError(
-                    f"{names[id(leaf)]} is divided as {leaf.placements}, and offload() takes parameters whose rows "
-                    "are divided (Shard(0)) over one mesh of one dimension, or of two: replicas and shards. Leave out "
+                    f"{names[id(leaf)]} is sharded as {leaf.placements}, and offload() supports only rows (Shard(0)) "
+                    "over one mesh with one dimension, or with two dimensions: replicas and shards. Leave out "
                     "shard_placement_fn and tensor parallelism"
                 )
             parameters.append(FsdpParameter(names[id(leaf)], one.sharded_param, one))
@@ -312,12 +324,12 @@ def _groups_of_module(module: Any) -> list[Any]:
 
 
 def _require_known(kept: Any, names: tuple[str, ...]) -> None:
-    """Rejects a version of torch whose FSDP2 lacks one of these attributes."""
+    """Rejects a version of torch whose FSDP2 does not have all of these attributes."""
     missing = [name for name in names if not hasattr(kept, name)]
     if missing:
         raise ConfigError(
-            f"FSDP2 of torch {torch.__version__} is not known to this version of memascend: its "
-            f"{type(kept).__name__} has no {', '.join(missing)}; use a torch version that the documentation names"
+            f"this version of memascend does not work with FSDP2 of torch {torch.__version__}, because "
+            f"{type(kept).__name__} has no {', '.join(missing)}: use a torch version that the documentation names"
         )
 
 
@@ -336,9 +348,9 @@ class RowSource:
         alone: Callable[[], AbstractContextManager[None]],
         note: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
-        """`place`: the parameter's place in a unit; None if this rank has no rows. `alone`: wraps this rank's work.
+        """`place` is the parameter's place in a unit; None if this rank has no rows.
 
-        `note` is called with the rows of each gather.
+        `alone` wraps work that this rank does outside of collectives. `note` is called with the rows of each gather.
         """
         self.name = sharded.name
         self.shape = sharded.shape
@@ -348,14 +360,14 @@ class RowSource:
         self.residency = residency
         self._alone = alone
         self._note = note
-        # Rows that the first call of `load` took from a whole state dict, until the second call loads them; and the
-        # version of this rank's rows at the first call.
+        # For a whole state dict, torch calls `load` twice. Between the calls, `_given` has the rows of the first call,
+        # and the version of this rank's rows at the first call.
         self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Returns the rows for a gather, in `dtype`, padded to the number of rows that each rank gives.
+        """Returns the rows for a gather, in `dtype`, padded to the number of rows that each rank passes.
 
-        The tensor may use memory of the arena, which keeps its bytes as long as the tensor exists.
+        The tensor may use memory of the arena. The arena keeps the bytes as long as the tensor exists.
         """
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self.residency, self._place
@@ -372,7 +384,7 @@ class RowSource:
 
         with self._alone():
             residency.units.require_open()
-            # If user code calls one module of the model directly, the gather is the first sign of that forward.
+            # If user code calls a module inside the model directly, the gather is the first sign of that forward.
             residency.copies.forward_begins()
             if place is None or self.is_real:
                 take(self.rows())
@@ -381,9 +393,10 @@ class RowSource:
             return found[0]
 
     def load(self, values: torch.Tensor, caller: FrameType) -> bool:
-        """Takes rows of a state dict that is being loaded; returns False if no state dict is."""
+        """Takes rows of a state dict that is being loaded; returns False if no state dict is being loaded."""
         if caller.f_code is _distribute_tensors.__code__:
-            # torch first copies a whole state dict into the rows, and then loads the rows into themselves.
+            # For a whole state dict, torch first copies rows of the state dict into this rank's rows. torch then copies
+            # this rank's rows to themselves.
             if self._place is not None:
                 self._given = (self.residency.filed(self._place, values), self._version)
             return True
@@ -396,18 +409,18 @@ class RowSource:
 
     @property
     def _version(self) -> int:
-        """The version of the rows' values; each change of the values changes it."""
+        """A number that changes with each change of the rows' values."""
         assert self._place is not None
         return self.residency.units.unit_of[self._place.name].version
 
     @property
     def is_real(self) -> bool:
-        """True if the rows are in memory, within `materialized()`."""
-        # `materialized()` makes the units real in their order, so all units are real if the last one is.
+        """True within `materialized()`, where the rows are in memory."""
+        # `materialized()` reads the units into memory in their order. If the last unit is in memory, all units are.
         return NOBODY in self.residency.units.all[-1].holders
 
     def rows(self) -> torch.Tensor:
-        """Returns the real rows within `materialized()`, else a copy in an unlinked file that no other code uses."""
+        """Returns the real rows within `materialized()`. Otherwise returns a copy, which is in an unlinked file."""
         self._given = None
         self.residency.units.require_open()
         if self._place is None:
@@ -415,20 +428,21 @@ class RowSource:
         return self._place.parameter.detach() if self.is_real else self.residency.copy_of(self._place)
 
     def memory(self, what: str) -> torch.Tensor:
-        """Returns the real rows, or a copy, for an operation that hands out their memory."""
+        """Returns the real rows, or a copy, for an operation whose result uses the memory of its argument."""
         copies = self.residency.copies
         if not self.is_real and copies.computes:
             raise UsageError(
-                f"the values of {self.name!r} are on storage, on each rank its rows, and {what}() needs their memory "
-                "while the model computes: call it between forwards, or clone() them"
+                f"the values of {self.name!r} are on storage, and {what}() needs their memory while the model "
+                f"computes: call {what}() between forwards, or on a clone() of the parameter"
             )
         return self.rows() if self.is_real or self._place is None else copies.of(self._place)
 
 
 class LocalRows(torch.Tensor):
-    """This rank's rows as a tensor without memory. Operations that read get a copy; operations that write are rejected.
+    """This rank's rows, as a tensor without memory.
 
-    Within `materialized()` all operations get the real rows.
+    An operation that reads this tensor gets a copy of the rows. An operation that writes to this tensor raises an
+    error. Within `materialized()` all operations get the real rows.
     """
 
     source: RowSource
@@ -462,10 +476,10 @@ class LocalRows(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Returns the gathered parameter, on the memory of the gather."""
+        """Returns the gathered parameter, which uses the memory of the gather."""
         del metadata, param_dtype
         if out is not None:
-            # The parameter uses the same memory as after the last gather.
+            # `out` is the parameter from an earlier gather. It already uses the memory of the gather.
             return None
         (gathered,) = outputs
         return gathered, (gathered,)
@@ -480,7 +494,7 @@ class LocalRows(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs every torch operation that has rows among its arguments."""
+        """Runs each torch operation that has a `LocalRows` among its arguments."""
         del types
         options = kwargs or {}
         schema = func._schema  # noqa: SLF001
@@ -496,7 +510,8 @@ class LocalRows(torch.Tensor):
             changed.residency.units.require_open()
             raise refused_write(changed.name, f"written to by {name}()")
         is_view = any(one.alias_info and not one.alias_info.is_write for one in schema.returns)
-        # By `id()` of the source: the tensor that the operation gets. Two `LocalRows` of one source become one tensor.
+        # By `id()` of the source: the tensor that the operation gets in place of a `LocalRows`. The operation gets the
+        # same tensor for all `LocalRows` of one source.
         instead: dict[int, torch.Tensor] = {}
         own: dict[int, LocalRows] = {}
 
@@ -510,13 +525,13 @@ class LocalRows(torch.Tensor):
             return instead[key]
 
         found = func(*tree_map(real, args), **tree_map(real, options))
-        # An operation in place returns the tensor that it was called on.
+        # An in-place operation returns the `LocalRows` on which it was called, not the real tensor.
         return found if changed is None else tree_map(lambda one: own.get(id(one), one), found)
 
     # --- calls outside of the dispatcher -------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Shares the memory of the rows with numpy."""
+        """Returns a numpy array that uses the memory of the rows."""
         return self.source.memory("numpy").numpy(force=force)
 
     def __array__(self, *given: Any, **options: Any) -> Any:
@@ -531,7 +546,8 @@ class LocalRows(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UsageError(
-            f"{self.source.name!r} is offloaded and cannot be copied with its model: save() and load it elsewhere"
+            f"{self.source.name!r} is offloaded and cannot be copied with its model: call save(), and load the "
+            "checkpoint"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -542,13 +558,13 @@ class LocalRows(torch.Tensor):
 class LocalParameter(torch.nn.Parameter):
     """This rank's rows of a parameter that `fully_shard` sharded.
 
-    Its `grad` is this rank's part of the DTensor's `grad`. So each gradient exists once, and gradients that users
-    assign to the model's parameters are visible here.
+    The `grad` of this parameter is this rank's part of the DTensor's `grad`. So each gradient exists only once, and a
+    gradient that user code assigns to the model's parameter is visible here.
     """
 
     @staticmethod
     def __new__(cls: type[Self], sharded: FsdpParameter) -> Self:
-        """Makes a parameter on the memory of the present rows."""
+        """Makes a parameter that uses the memory of the present rows."""
         made: Self = torch.Tensor._make_subclass(cls, sharded.local.detach(), sharded.leaf.requires_grad)  # noqa: SLF001
         return made
 

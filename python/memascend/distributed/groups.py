@@ -1,4 +1,4 @@
-"""Makes groups of ranks, finds out which ranks are missing, and moves rows through a group, extent by extent."""
+"""Makes groups of ranks, finds out which ranks are missing, and moves rows to the first rank piece by piece."""
 
 from __future__ import annotations
 
@@ -31,39 +31,40 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# The share of the timeout that is kept for reports of ranks that made no group. In the
-# rest of the timeout, all ranks wait for the group.
+# The share of the timeout in which ranks report whether they have made a group. In the rest of the timeout, ranks make
+# the group.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# The smallest number of ranks. Of two ranks, the missing one is always at fault, so no notes are read.
+# The smallest number of ranks. If there are two ranks, the missing rank is always at fault, so no notes are read.
 _PAIR = 2
-# The value that a rank writes to the store if it has made the group, or is about to make it.
+# A rank writes this value to torch's store if the rank has made the group, or is about to make it.
 _MADE = "made"
 
 
 class Meeting:
-    """The ranks that open a run. They make groups together, through keys in torch's store that no other opening has."""
+    """The ranks that open a run. They make groups together. Each opening uses separate keys in torch's store."""
 
     def __init__(self, timeout: float) -> None:
-        """Agrees with all ranks on the prefix of the keys; a collective call with the errors of `rendezvous.meet`."""
+        """Agrees with all ranks on a prefix for keys; a collective call. Raises the errors of `rendezvous.meet`."""
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self._prefix = meet(_store(), self.rank, self.size, timeout)
         # The number of groups that were made; equal on all ranks.
         self._groups = 0
-        # torch names a group by this count, and gloo's keys contain that name. An earlier attempt has left keys with
-        # low counts, so this attempt begins at a count derived from the prefix.
+        # torch derives a group's name from this count, and gloo's keys contain the name. An earlier attempt has left
+        # keys with low counts, so this attempt begins at a count derived from the prefix.
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
     def make_group(self, timeout: float, parts: Sequence[Sequence[int]] | None = None) -> Any:
-        """Makes a group of all ranks, or one of each of `parts`; returns this rank's group. A collective call.
+        """Makes a group of all ranks, or a group for each list of ranks in `parts`; a collective call.
 
-        gloo does not report which rank is missing. So each rank writes a key to the store of torch's own group, before
-        and after it makes the group, and looks for the keys of the others. `timeout` seconds include this search.
+        Returns the group that this rank belongs to. gloo does not report which rank is missing. So each rank writes a
+        key to torch's store before and after it makes the group, and looks for the keys of all other ranks. `timeout`,
+        in seconds, includes the time for the keys.
 
         Raises:
-            RankError: no group was made; the error names the missing ranks, unless the store is gone, too.
+            RankError: no group was made. The error names the missing ranks, unless torch's store is gone, too.
         """
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
@@ -75,7 +76,8 @@ class Meeting:
             if not missing:
                 until = time.monotonic() + timeout
                 group, why = _made(parts, timeout - after)
-                # A rank that has made the group may be ahead of a rank that still waits for a dead one.
+                # This rank may have made the group while another rank still waits for a dead rank: wait as long as the
+                # other rank may.
                 seconds = max(after, until - time.monotonic())
                 apart, missing = self._all_at(f"{number}/ends", why, seconds)
                 if not apart and not missing:
@@ -86,20 +88,20 @@ class Meeting:
         self.left_by(missing)
         if missing or not apart:
             raise gone(missing, timeout, why)
-        # If some ranks have made the group, the ranks without it could not connect.
+        # If some ranks have made the group, name only the ranks that have not: these could not connect.
         some = tuple(apart) if len(apart) < self.size else ()
         raise RankError(
-            f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with each other within "
-            f"{timeout:g} s, before all ranks could talk; nothing was changed "
+            f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with other ranks within "
+            f"{timeout:g} s, so the run did not begin; nothing was changed: check the network between the ranks "
             f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
             ranks=some,
         )
 
     def _all_at(self, moment: str, why: str, seconds: float) -> tuple[dict[int, str], tuple[int, ...]]:
-        """Waits for all ranks at one moment of making a group; returns ranks without one, and ranks at fault.
+        """Waits until all ranks have reached `moment`, before or after they make a group.
 
-        `why` is the reason why this rank has no group, "" if all is well. The ranks without a group are keys of a dict
-        with their reasons. Ranks at fault are returned only if some ranks came too late.
+        Returns the ranks that have no group, each with its reason. Also returns the ranks at fault if some ranks came
+        too late. `why` is the reason why this rank has no group, or "" if nothing went wrong on this rank.
         """
         prefix, until = f"{self._prefix}/{moment}", time.monotonic() + seconds
 
@@ -113,7 +115,7 @@ class Meeting:
                 time.sleep(look_seconds(self.size))
             if is_there and not store.check([f"{prefix}/apart"]):
                 return {}, []
-            # Reading one value at a time is much work for the store, so it is done only after a failure.
+            # To read the value of each rank separately is much work for the store, so do it only after a failure.
             words = values_of_ranks(store, prefix, self.size, each=True)
             apart = {rank: word for rank, word in enumerate(words) if word not in ("", _MADE)}
             return apart, [rank for rank, word in enumerate(words) if not word]
@@ -122,8 +124,8 @@ class Meeting:
         return apart, self.at_fault(missing) if missing else ()
 
     def alarm(self) -> None:
-        """Sets an alarm in the store: this rank has given up."""
-        # Without the store, `Exchange` still notifies the neighbours of this rank.
+        """Sets an alarm in torch's store, which tells all ranks that a rank has given up."""
+        # Ignore errors: if the store is gone, `Exchange` still notifies the neighbours of this rank.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(f"{self._prefix}/alarm", "given up"), WORD_SECONDS)
 
@@ -132,16 +134,23 @@ class Meeting:
         return bool(_store().check([f"{self._prefix}/alarm"]))
 
     def left_by(self, blamed: Iterable[int]) -> None:
-        """Stores a note that this rank stopped because of the ranks `blamed`: errors of other ranks name them."""
+        """Stores a note that this rank stopped because of the ranks `blamed`.
+
+        Errors on other ranks then name the ranks `blamed`.
+        """
         note = json.dumps(sorted(blamed))
-        # If the store is gone, no rank waits for the note.
+        # Ignore errors: if the store is gone, no rank can read the note.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(self._note_of(self.rank), note), 2 * WORD_SECONDS)
 
     def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
-        """Returns the ranks at fault: missing ranks without a note, and ranks that notes of missing ranks blame."""
+        """Returns the ranks at fault.
+
+        A rank is at fault if it is missing or the note of another rank blames it, and it has left no note. If there is
+        no such rank, all ranks in `missing` are at fault.
+        """
         gone = {*missing}
-        # By rank that left a note: the ranks that it blames.
+        # By number of a rank that left a note: the ranks that the note blames.
         notes: dict[int, list[int]] = {}
         until = time.monotonic() + WORD_SECONDS
 
@@ -167,7 +176,10 @@ class Meeting:
 
 
 def _made(parts: Sequence[Sequence[int]] | None, seconds: float) -> tuple[Any, str]:
-    """Returns this rank's group, or None and the reason. Bounds the wait: gloo may take several times its timeout."""
+    """Returns this rank's group, or None and the reason.
+
+    The wait is bounded by `seconds`, because gloo may wait for several times its timeout.
+    """
     timeout, rank = timedelta(seconds=seconds), distributed.get_rank()
 
     def make() -> Any:
@@ -188,7 +200,7 @@ def _store() -> Any:
 
 
 def leave_group(group: Any) -> None:
-    """Leaves a group, which ends the waits of other ranks for this one. None, and a second call, do nothing."""
+    """Leaves a group, so that other ranks stop waiting for this rank. `group` may be None, or a group already left."""
     if group is not None:
         # The user may have destroyed the group already.
         with contextlib.suppress(ValueError, AssertionError):
@@ -200,7 +212,7 @@ _END = -1
 
 
 class StoppedError(Exception):
-    """Rows did not arrive: a rank failed, is gone or hangs. The line is closed; ranks then exchange the cause."""
+    """Rows did not arrive, because a rank failed, is gone or hangs. The `Line` is closed."""
 
     def __init__(self, why: RuntimeError) -> None:
         super().__init__(str(why).splitlines()[0][:200])
@@ -208,28 +220,28 @@ class StoppedError(Exception):
 
 
 class Line:
-    """Moves rows from each rank to the first one, over a gloo group of its own.
+    """Moves rows from each rank to the first rank, over a separate gloo group.
 
-    A rank sends pieces and then an end marker; both sides know how many such series follow. gloo sends only data that
-    the first rank awaits, so the first rank holds one piece at a time. A rank that fails closes the line, so that no
-    other rank waits for it.
+    A rank sends a series of pieces, and then an end marker. The sender and the first rank know the number of series.
+    gloo sends a piece only while the first rank waits for this piece, so the first rank holds one piece at a time. A
+    rank that fails closes its `Line`, so that no other rank waits for the failed rank.
     """
 
     def __init__(self, meeting: Meeting, timeout: float) -> None:
-        """`timeout` is the number of seconds that one rank waits for another."""
+        """`timeout` is the number of seconds that a rank waits for another rank."""
         self._meeting = meeting
         self._seconds = timeout
         self._group: Any = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> Self:
-        """Makes the group if none exists, as at first and after a failure; a collective call."""
+        """Makes the group if there is no group: before the first use, and after a failure. A collective call."""
         if self._group is None:
             self._group = self._meeting.make_group(self._seconds)
         return self
 
     def close(self) -> None:
-        """Leaves the group, which ends the waits of other ranks for this one."""
+        """Leaves the group, so that other ranks stop waiting for this rank."""
         group, self._group = self._group, None
         leave_group(group)
 
@@ -252,10 +264,10 @@ class Line:
         self._move(distributed.isend, torch.tensor([_END, 0, 0], device="cpu"), 0)
 
     def pieces(self, rank: int, dtypes: list[torch.dtype]) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields, on the first rank, the pieces of a rank up to its next end marker; `dtypes` has each tensor's dtype.
+        """Yields the pieces that `rank` sends to the first rank, up to the next end marker.
 
-        A piece is the number of its tensor, the number of its first element, and its elements, in memory that the next
-        piece overwrites.
+        A piece has the number of its tensor, the index of its first element, and its elements. The next piece
+        overwrites the memory of the elements. `dtypes` has the dtype of each tensor.
 
         Raises:
             StoppedError: a piece did not arrive.
@@ -277,8 +289,8 @@ class Line:
         try:
             begin(memory, rank, group=self._group).wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
-            # Other ranks wait until this rank's connections close; a frame of the traceback that refers to the group
-            # would keep them open.
+            # Other ranks wait until this rank's connections close. A frame of the traceback that refers to the group
+            # would keep the connections open.
             traceback.clear_frames(error.__traceback__)
             self.close()
             raise StoppedError(error) from error

@@ -1,9 +1,9 @@
 """Opens the stores of all ranks at the newest commit that all of them have.
 
-[Note: One common commit] Ranks are never more than one commit apart (see `Agreement`), so of the commits that a store's
-two roots name, at least one is on all ranks. All ranks exchange the contents of their roots (`seen_at`), and each opens
-its store at the newest commit that all have: by "resume", or by "previous" if its own newest commit is not on all
-ranks.
+[Note: One common commit] A store's two roots name the newest commits of the store. Ranks are never more than one commit
+apart (see `Agreement`), so at least one commit is in the roots of all stores. All ranks exchange the contents of their
+roots (`seen_at`). Each rank then opens its store at the newest commit that all ranks have: by "resume", or by
+"previous" if this rank's newest commit is missing on another rank.
 """
 
 from __future__ import annotations
@@ -29,38 +29,42 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# The field, in the hyperparameters of a store's first commit, that lists the stores that the new stores replace. The
+# A field in the hyperparameters of a store's first commit. The field lists the stores that the new stores replace. The
 # stores whose values were read are first in the list.
 EARLIER = "earlier"
 # The number of a run's first commit on several ranks; commits of a single process have number 0.
 _FIRST = 1
-# `Stores.count` of a single process.
+# The value of `Stores.count` for the store of a single process.
 _OF_ONE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """The stores of one number of ranks, in one folder, as they were seen before any was opened."""
+    """The stores in a folder that were written with the same number of ranks, as read before any store was opened."""
 
     count: int  # the number of ranks that shard the rows of a replica
-    all_owners: Mapping[int, int]  # by old rank, the present rank that reads its store
-    # By old rank, the contents of its roots: the result of `seen_at`, and under "description" that of `describe_store`.
+    all_owners: Mapping[int, int]  # by old rank: the present rank that reads the old rank's store
+    # By old rank: the result of `seen_at` for its store. The entry "description" has the result of `describe_store`.
     all_seen: Mapping[int, Mapping[str, Any]]
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """By shard, the old rank whose store is read: of all replicas, the one with the newest commit."""
+        """By shard: the old rank whose store is read. Of all replicas' stores, this store has the newest commit."""
         ranks = sorted(self.all_seen, key=lambda rank: (-self._newest(rank), rank))
         return {rank % self.count: rank for rank in reversed(ranks)}
 
     def _newest(self, rank: int) -> int:
-        """Returns the number of a store's newest commit: 0 for a single process, -1 if it has no commit of the run."""
+        """Returns the number of the newest commit of an old rank's store; -1 if the store has no commit."""
         one = self.all_seen[rank]
         return -1 if _is_unverified(one) else max((commit["number"] for commit in one["commits"]), default=-1)
 
     @property
     def redundant(self) -> list[int]:
-        """The old ranks whose stores are in `numbers`, or have no commit that the stores in `numbers` lack."""
+        """The old ranks whose stores are not needed once the run has resumed from the stores in `numbers`.
+
+        A store is not needed if it is in `numbers`, if it has no commit, or if a store in `numbers` also has the newest
+        commit of the store.
+        """
         known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
             rank
@@ -73,12 +77,12 @@ class Stores:
 
     @property
     def owners(self) -> dict[int, int]:
-        """By shard, the present rank that reads its store."""
+        """By shard: the present rank that reads the shard's store."""
         return {shard: self.all_owners[rank] for shard, rank in self.numbers.items()}
 
     @property
     def seen(self) -> dict[int, Mapping[str, Any]]:
-        """By shard, the contents of the roots of its store; see `seen_at`."""
+        """By shard: the result of `seen_at` for the shard's store."""
         return {shard: self.all_seen[rank] for shard, rank in self.numbers.items()}
 
     @property
@@ -88,7 +92,10 @@ class Stores:
 
     @property
     def is_unfilled(self) -> bool:
-        """True if some stores lack the first commit: no rank stages a second commit before all ranks have the first."""
+        """True if some stores have no commit, and no store has more than the first commit.
+
+        No rank has then made a step, because no rank stages a second commit before all ranks have the first commit.
+        """
         numbers = [commit["number"] for one in self.seen.values() for commit in one["commits"]]
         return any(map(self._is_empty, self.seen)) and all(number <= _FIRST for number in numbers)
 
@@ -100,14 +107,17 @@ class Stores:
         return description
 
     def named(self, number: int | None) -> dict[str, Any]:
-        """Returns the identity of a commit of these stores; for a single process, its store's id and step."""
+        """Returns the identity of commit `number` of these stores.
+
+        For the store of a single process `number` is None, and the identity has the store's id and step.
+        """
         if number is None:
             description = self.description or {}
             return {"ranks": self.count, "run": description.get("uuid"), "number": description.get("step")}
         return {"ranks": self.count, "run": self.seen[0]["commits"][0]["run"], "number": number}
 
     def are(self, identity: Mapping[str, Any]) -> bool:
-        """True if these are the stores of `identity`; some of its stores may have been removed."""
+        """True if `identity`, a result of `named()`, is of these stores; some of the stores may have been removed."""
         if self.count == _OF_ONE:
             return self.description is not None and self.named(None) == identity
         return all(
@@ -123,7 +133,7 @@ class Stores:
 
 
 def describe_store(file: Path) -> dict[str, Any] | None:
-    """Returns id, step and replaced stores of a store; None if the store cannot be opened."""
+    """Returns a store's id and step, and the identities of the stores that it replaced; None if opening fails."""
     try:
         with look(file) as store:
             hyperparameters = store.hyperparameters
@@ -134,11 +144,11 @@ def describe_store(file: Path) -> dict[str, Any] | None:
 
 
 def superseded_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
-    """Returns the identities of those filled stores that newer, complete stores replaced, by number of ranks."""
+    """Returns, by number of old ranks, the identity of the stores that newer, complete stores replaced."""
     by_count = {one.count: one for one in found}
     outlived: dict[int, Mapping[str, Any]] = {}
     for one in by_count.values():
-        # An incomplete set of stores replaces no other set: it lacks some of the rows.
+        # An incomplete set of stores replaces no other set, because some rows are missing.
         for identity in () if one.missing or one.description is None else one.description[EARLIER]:
             other = by_count.get(identity["ranks"])
             if other is not None and other is not one and other.are(identity):
@@ -149,19 +159,21 @@ def superseded_by(found: Iterable[Stores]) -> dict[int, Mapping[str, Any]]:
 Existing = Literal["refuse", "resume", "replace", "previous"]
 _Path = str | os.PathLike[str]
 _NOTHING = "holds no store"
-_UNFILLED = "it holds no state, as its first write did not finish or what it held is lost; give existing='replace'"
+_UNFILLED = (
+    "the store has no state, because its first write did not finish or its contents are lost; give existing='replace'"
+)
 _NOT_OPENED = "the stores were not opened"
 _ANEW = (
-    "bring back what is missing, or give existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the "
-    "step that optimizer.save() wrote there"
+    "bring back the stores of all ranks, or give existing='replace' on all ranks to begin a new run; give also "
+    "checkpoint=FOLDER to begin it at the step that optimizer.save() wrote to this folder"
 )
 _BEHIND = (
-    "move away the stores of a replica that the run left behind, and they are filled from another one, or give "
-    "existing='replace' to begin anew on all ranks"
+    "move away all stores of the replica that the run left behind, so that they are filled from another replica, or "
+    "give existing='replace' on all ranks to begin a new run"
 )
 AS_THEY_WERE = (
-    "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr, and without --rdzv-backend and "
-    "--rdzv-endpoint, under which torchrun numbers them itself), or move each store to where its rank looks for it"
+    "number the hosts as before (torchrun --node-rank 0, 1, ... with --master-addr; leave out --rdzv-backend and "
+    "--rdzv-endpoint, with which torchrun numbers the hosts itself), or move each store to the path of its rank"
 )
 # The identity of new stores, which have no commit.
 _NO_IDENTITY = bytes(16)
@@ -171,20 +183,20 @@ _NO_IDENTITY = bytes(16)
 class Opening:
     """How this rank opens its store, so that all ranks begin at one commit."""
 
-    exchange: Exchange  # between the ranks
-    existing: Existing  # the argument of `Store.create`; "previous" if this rank is ahead of others
+    exchange: Exchange  # exchanges values between the ranks
+    existing: Existing  # the argument of `Store.create`; "previous" if this rank is ahead of other ranks
     run: bytes  # the run's id
     number: int  # the number of the commit to open; 0 for new stores
     identity: bytes  # the identity of that commit; zeros for new stores
-    nonce: bytes  # drawn at this opening
+    nonce: bytes  # random bytes that the first rank draws at each opening
     layout: Layout
-    lost: Mapping[int, int] = field(default_factory=dict)  # by rank without a store, the rank that fills its new one
+    lost: Mapping[int, int] = field(default_factory=dict)  # by rank without a store: the rank that fills its new store
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
-        """Opens the store by `make`, and drops commits that not all ranks have, before any rank stages a step.
+        """Opens the store by `make`, and drops a commit that not all ranks have, before any rank stages a step.
 
-        If `make` opens the commit before the newest, the newest stays until `Store.go_back()`. `earlier` is the
-        identity of the commit that new stores are filled from, if any.
+        If `make` opens the commit before the newest commit, `Store.go_back()` drops the newest commit. `earlier` is the
+        identity of the commit from which new stores are filled; None if new stores are not filled from a commit.
 
         Raises:
             RankError: another rank could not open its store; no store was changed.
@@ -214,8 +226,8 @@ class Opening:
         there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
         if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
             raise StorageError(
-                "the store was changed while the ranks agreed on which commit to open, so another run uses it: end "
-                "that run, and start again"
+                "the store was changed while the ranks agreed on which commit to open, so another run uses the store: "
+                "end the other run, and start this run again"
             )
 
 
@@ -228,14 +240,14 @@ def choose(
 ) -> Opening:
     """Chooses the commit at which each rank opens its store. Writes nothing; a collective call.
 
-    If `paths` is None, the store is temporary. `others` has places on this rank's host, by the rank whose store belongs
-    there: a rank that had another number on this host may have left its store in such a place. A rank that has lost its
-    store gets a new one, which is filled from that of a rank with the same rows.
+    If `paths` is None, the store is temporary. `others` has, by rank, the paths on this rank's host at which there may
+    be a store of another rank: this host may have had other ranks in an earlier start of the run. A rank that has lost
+    its store gets a new store, which is filled from the store of a rank with the same rows.
 
     Raises:
         ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, or `existing`
             rejects them.
-        CorruptionError: a root of a rank is damaged; existing="previous" opens the commit that is whole on all ranks.
+        CorruptionError: a root of a store is damaged; existing="previous" opens a commit that all ranks have undamaged.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
     # All ranks use the random bytes that the first rank drew.
@@ -264,13 +276,15 @@ def choose(
     if len(missing) == len(seen):
         if existing == "previous":
             raise ConfigError(
-                "no rank has a store, and existing='previous' opens a store that exists: correct storage=, or leave "
-                "existing= out"
+                "no rank has a store, but existing='previous' works only with existing stores: correct storage=, or "
+                "leave existing= out"
             )
         return anew
     if existing == "refuse":
-        there = {rank: "a store is there already" for rank, one in enumerate(seen) if one["there"]}
-        raise ConfigError(f"{_listed(there)}: open them with existing='resume', or give existing='replace'")
+        there = {rank: "already has a store" for rank, one in enumerate(seen) if one["there"]}
+        raise ConfigError(
+            f"{_listed(there)}: give existing='resume' to continue, or existing='replace' to begin a new run"
+        )
     if missing.keys() - lost.keys():
         begun = {(commit["number"], commit["run"]) for one in kept.values() for commit in one["commits"]}
         is_first = len(begun) == 1 and next(iter(begun))[0] == _FIRST
@@ -279,8 +293,9 @@ def choose(
             require_own(kept, layout.shards)
             return replace(anew, existing="replace")
         raise ConfigError(
-            f"{_listed(missing)}, and others do; nothing was changed. If the run had another number of ranks, start "
-            f"that number: only a run in one folder, given to all ranks, resumes with another number. Otherwise {_ANEW}"
+            f"{_listed(missing)}, and other ranks do; nothing was changed. If the run had another number of ranks, "
+            "start that number of ranks: a run resumes with another number of ranks only if storage= is one folder for "
+            f"all ranks. Otherwise {_ANEW}"
         )
     require_own(kept, layout.shards)
     run, number, identity = _common(kept, existing, _ANEW if layout.replicas == 1 else _BEHIND)
@@ -290,7 +305,8 @@ def choose(
     if exchange.rank in lost:
         return replace(anew, existing="replace")
     own = seen[exchange.rank]["commits"][0]
-    # "resume" opens the newest commit, "previous" the one before. After a close, both roots may name the same commit.
+    # "resume" opens the newest commit, and "previous" opens the commit before the newest. The two roots may name the
+    # same commit after a close.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
     return replace(anew, existing="resume" if newest else "previous")
 
@@ -298,11 +314,12 @@ def choose(
 def _drop_lagging_replicas(
     seen: Mapping[int, dict[str, Any]], layout: Layout, number: int, identity: bytes, lost: dict[int, int]
 ) -> tuple[int, bytes, dict[int, int]]:
-    """Returns the commit to open and the ranks to fill, if the last replicas took no part in the newest commit.
+    """Returns the number and identity of the commit to open, and the ranks whose stores are filled.
 
-    These replicas have only the commit before it, and all other ranks have made the newest. So all ranks open the
-    newest commit, and the stores of these replicas are filled anew. They are not of another continuation of the run,
-    because the other ranks' roots name their commit, too.
+    Usually returns the arguments. The exception: all ranks took part in the newest commit except the last replicas.
+    Then all ranks open the newest commit, and the stores of the last replicas are filled from other replicas. The last
+    replicas cannot be from another continuation of the run, because the roots of all other ranks also name the commit
+    of the last replicas.
     """
     newest = {rank: one["commits"][0] for rank, one in seen.items()}
     ahead = {rank for rank, one in newest.items() if one["number"] == number + 1}
@@ -321,7 +338,7 @@ def _is_unverified(one: Mapping[str, Any]) -> bool:
 
 
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
-    """Returns the ranks without a completely filled store, each with a rank that can fill it with the same rows."""
+    """Returns the ranks without a completely filled store, each with the rank that fills its store."""
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):
@@ -334,7 +351,10 @@ def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
 
 
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
-    """Returns the contents of a store's roots, or the error on reading them; "filled": the store has a commit."""
+    """Returns the commits that a store's roots name, or the error of reading the roots.
+
+    "filled" is False if the store exists but has no commit.
+    """
     seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
     seen["pending"] = False
     if paths is None:
@@ -345,7 +365,7 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     except (MemascendError, OSError) as error:
         return {**seen, "error": shortened(error)}
     if found is None:
-        # Until its first root is written, a store of one file has this name.
+        # The file of a store has this name until its first root is written.
         pending = all(Path(f"{file_of(path)}.new").exists() for path in paths_listed(paths))
         return {**seen, "there": False, "pending": pending}
     named, damage = found
@@ -356,7 +376,7 @@ def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
 
 
 def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
-    """Returns number and identity of the newest commit that all stores have; `seen` has the `seen_at` of each.
+    """Returns number and identity of the newest commit that all stores have; `seen` has the `seen_at` of each store.
 
     Raises:
         RankError, ConfigError, CorruptionError: a store cannot be read, or no commit is in all stores.
@@ -373,7 +393,10 @@ def _require_read(seen: Mapping[int, dict[str, Any]]) -> None:
 
 
 def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
-    """Rejects stores whose commits name other rows than those of their rank; `count` ranks shard the rows."""
+    """Rejects a store whose commits were made by a rank with other rows than the rank that opens the store.
+
+    `count` ranks shard the rows.
+    """
     known = {rank: whose for rank, one in seen.items() if (whose := _owner_in(one)) is not None}
     apart = {
         rank: f"{seen[rank]['at']} is the store of {_rank_of(whose)}"
@@ -383,11 +406,14 @@ def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
     if not apart:
         return
     if len(set(known.values())) < len(known):
-        instead = "a store was copied over another one: bring that one back"
+        instead = "a store was copied over another store: bring the overwritten store back"
     elif all(ranks == count for _, ranks in known.values()):
         instead = AS_THEY_WERE
     else:
-        instead = "start as many ranks as before: another number resumes only if all ranks are given one folder"
+        instead = (
+            "start the number of ranks that the run had: a run resumes with another number of ranks only if storage= "
+            "is one folder for all ranks"
+        )
     raise ConfigError(f"{_listed(apart)}; nothing was changed: {instead}")
 
 
@@ -401,15 +427,18 @@ def _rank_of(whose: tuple[int, int]) -> str:
 
 
 def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
-    """Returns unique names of the places of other ranks, by rank."""
+    """Returns, by rank, the first path of the rank's store, with the name of this host."""
     return {rank: f"{socket.gethostname()}:{os.path.realpath(places[0])}" for rank, places in others.items()}
 
 
 def _require_none_elsewhere(
     seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
 ) -> None:
-    """Rejects the call if a rank's store is missing but is on another rank's host: no new run begins beside it."""
-    # One rank looks at each store, because looking locks it.
+    """Rejects the call if a rank has no store, but the host of another rank has a store with that rank's number.
+
+    A new run must not begin while such a store exists.
+    """
+    # Only one rank reads each store, because reading a store locks it.
     looks: dict[str, tuple[int, int]] = {}
     for seer, one in enumerate(seen):
         for rank, place in one["others"]:
@@ -428,7 +457,7 @@ def _require_none_elsewhere(
     missing = {rank: f"{_NOTHING} at {one['at']}" for rank, one in enumerate(seen) if not one["there"]}
     raise ConfigError(
         f"{_listed(missing)}, and there are stores of other ranks: {there}; nothing was changed: {AS_THEY_WERE}; to "
-        "begin anew, move them away"
+        "begin a new run, move the stores of other ranks away"
     )
 
 
@@ -438,18 +467,22 @@ def is_at(commit: dict[str, Any], number: int, identity: bytes) -> bool:
 
 
 def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str = _ANEW) -> tuple[bytes, int, bytes]:
-    """Returns the run's id, and number and identity of the commit that all ranks open."""
+    """Returns the run's id, and the number and identity of the commit that all ranks open."""
     runs = {one["commits"][0]["run"] for one in seen.values()}
     damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
-    alone = {rank: "belongs to no run" for rank, one in seen.items() if not one["commits"][0]["number"]}
+    alone = {
+        rank: "its newest commit was not made by a run on several ranks"
+        for rank, one in seen.items()
+        if not one["commits"][0]["number"]
+    }
     if alone:
         raise ConfigError(
-            f"the newest commit of {_listed(alone)} of several ranks: {_ANEW}; to go on from one process, call "
-            "optimizer.save(folder) there, and begin with checkpoint=folder"
+            f"{_listed(alone)}; nothing was changed: {_ANEW}; to continue the run of a single process, call "
+            "optimizer.save(folder) in a single process, and start all ranks with checkpoint=folder"
         )
     if len(runs) > 1:
-        of = {rank: f"is of run {one['commits'][0]['run'][:8]}" for rank, one in seen.items()}
-        raise ConfigError(f"the stores are of several runs: {_listed(of)}; nothing was changed: {_ANEW}")
+        of = {rank: f"run {one['commits'][0]['run'][:8]}" for rank, one in seen.items()}
+        raise ConfigError(f"the stores belong to several runs: {_listed(of)}; nothing was changed: {_ANEW}")
     (run,) = runs
     have = {
         rank: {(one["number"], one["identity"]) for one in each["commits"] if one["run"] == run}
@@ -457,7 +490,7 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
     }
     both = set.intersection(*have.values())
     if damaged and existing != "previous":
-        left = f"existing='previous' opens commit {max(both)[0]}, which the roots of all name" if both else _ANEW
+        left = f"existing='previous' opens commit {max(both)[0]}, which all ranks have" if both else _ANEW
         raise CorruptionError(f"{_listed(damaged)}; nothing was changed: {left}")
     if existing == "previous" and not damaged:
         both -= {max(both, default=(0, ""))}
@@ -468,8 +501,8 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
         }
         why = ""
         if set.intersection(*({number for number, _ in commits} for commits in have.values())):
-            why = ", as the run was continued more than once, and these stores are of several of its continuations"
-        raise ConfigError(f"no commit is there on every rank{why}: {_listed(of)}; nothing was changed: {remedy}")
+            why = ", because the run was continued more than once, and these stores are from different continuations"
+        raise ConfigError(f"no commit is on all ranks{why}: {_listed(of)}; nothing was changed: {remedy}")
     number, identity = max(both)
     return bytes.fromhex(run), number, bytes.fromhex(identity)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
 
-    # Called with the `.grad` of earlier rounds, and with whether its values are needed; returns the
-    # values in memory, or None if they are not needed.
+    # A function of two arguments: the `.grad` of earlier rounds, and whether the caller needs the values of this
+    # `.grad`. The function returns these values in memory, or None if the caller does not need them.
     Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
@@ -65,19 +65,20 @@ class NativeReduction(_Collective, ReduceScatter):
 
 
 class OrderedReduction(_Collective, ReduceScatter):
-    """Exchanges the parts of one group's gradients, so that each rank can add the parts of its rows in order of ranks.
+    """Exchanges the gradients of one group, so that each rank can add the gradients of its rows in the order of ranks.
 
-    FSDP2 treats the output of the call as the whole gradient, and then calls the hooks of each parameter in turn. These
-    hooks call `take`, which adds up the parts. Until then `.grad` of earlier rounds is set aside, because FSDP2 would
-    add the first part to it.
+    A part is the gradient of one rank for some rows. A round is one reduction; a step has several rounds if it has
+    several backwards. FSDP2 treats the output of the call as the whole gradient, and then calls each parameter's hooks.
+    These hooks call `take`, which adds the parts. Before the hooks run, `.grad` of earlier rounds is set aside, because
+    FSDP2 would add the first part to this `.grad`.
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         super().__init__(collectives, group.name)
         self._group = group
-        # The parts of the present round, from all ranks of this replica; None once all were taken.
+        # The parts of the present round, from all ranks of this replica. None after `take` has added the last part.
         self._parts: torch.Tensor | None = None
-        # The memory that torch reduces from, if a replica is a single rank.
+        # If a replica is a single rank: the memory into which torch copies the gradients of a round.
         self._from: torch.Tensor | None = None
         # The offset in `_parts` of the next parameter.
         self._at = 0
@@ -85,7 +86,7 @@ class OrderedReduction(_Collective, ReduceScatter):
         self._before: dict[int, torch.Tensor] = {}
 
     def forward_begins(self) -> None:
-        """Forgets the memory of a round that failed."""
+        """Drops the memory that a failed round has left in `_from`."""
         self._from = None
 
     def exact_factor(self, dtype: torch.dtype) -> float:
@@ -101,16 +102,16 @@ class OrderedReduction(_Collective, ReduceScatter):
         if abs(math.frexp(factor)[0]) == 0.5:
             return factor
         raise UsageError(
-            f"FSDP2 divides the gradients of {self._name} by {factor:g}, which rounds each round by itself, and "
-            "reduction='ordered' has the bits of one process: divide the loss yourself, by the micro-batches of all "
-            "ranks, and call set_gradient_divide_factor(1.0) on each module that fully_shard() was applied to (each "
-            "FSDPModule in model.modules()), or pass reduction='native' to offload()"
+            f"FSDP2 divides the gradients of {self._name} by {factor:g}, which rounds them in each backward. "
+            "So reduction='ordered' cannot be bit-identical to one process: divide the loss by the number of "
+            "micro-batches on all ranks, and call set_gradient_divide_factor(1.0) on each FSDPModule in "
+            "model.modules(), or pass reduction='native' to offload()"
         )
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Writes the first rank's part to the output; `take` adds up all parts."""
+        """Receives the parts of this rank's rows, and writes the first rank's part to the output."""
         del op, async_op
         parts = torch.empty_like(input_tensor)
         self._collectives.meet(
@@ -118,24 +119,28 @@ class OrderedReduction(_Collective, ReduceScatter):
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        # FSDP2 divides the output as if it were the sum; `take` then overwrites it.
+        # FSDP2 divides the output as if the output were the sum. `take` then overwrites the output.
         output_tensor.copy_(parts.view(group.size(), -1)[0])
         self._begin(parts)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns memory to send from or to receive into: torch first asks for memory to send from."""
+        """Returns memory to send from or to receive into. In each round, torch first asks for memory to send from."""
         made = super().allocate(size, dtype=dtype, device=device)
         if self._collectives.layout.shards == 1 and self._from is None:
             self._from = made
         return made
 
     def reduced_alone(self, output_tensor: torch.Tensor) -> None:
-        """Begins the round if a replica is one rank: FSDP2 calls this all-reduce hook after it copied the gradients."""
+        """Begins the round if a replica is a single rank.
+
+        FSDP2 calls this function as its all-reduce hook, after FSDP2 has copied the gradients into `_from`.
+        """
         del output_tensor
         assert self._from is not None
         given, self._from = self._from, None
         if given.is_cuda:
-            # torch frees the memory after copying from it, and this stream reads it later.
+            # torch frees this memory before the current stream has read it. The allocator must not reuse the memory
+            # until the stream has read it.
             given.record_stream(torch.cuda.current_stream(given.device))
         self._begin(given)
 
@@ -153,9 +158,10 @@ class OrderedReduction(_Collective, ReduceScatter):
                 one.set_grad(None)
 
     def take(self, one: FsdpParameter, earlier: Earlier) -> torch.Tensor | None:
-        """Returns the sum of earlier rounds and this one; in a first round, puts the sum into `.grad` and returns None.
+        """Adds the parts of one parameter in this round.
 
-        Parts are divided by FSDP2's divisor of the sum. `earlier` reads the sum of earlier rounds.
+        In a first round, puts their sum into `.grad` and returns None. In a later round, returns the sum of all rounds.
+        `earlier` reads the sum of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:
@@ -189,13 +195,14 @@ class OrderedReduction(_Collective, ReduceScatter):
         like: torch.Tensor,
         earlier: Callable[[bool], torch.Tensor | None],
     ) -> torch.Tensor:
-        """Returns the sum over all replicas: each adds its parts to the sum of the replicas before it.
+        """Returns the sum over all replicas. Each replica adds its parts to the sum of the replicas before it.
 
-        So a gradient is added in the order of ranks, and moves once from each replica to the next.
+        So gradients are added in the order of ranks, and each replica sends one sum to the next replica.
         """
         layout = self._collectives.layout
         peers, at = layout.peers, layout.replica
-        # `earlier` raises an error if the gradient was used already. All ranks raise it before any waits for another.
+        # `earlier` raises an error if an update already used the gradient. All ranks raise this error here, before any
+        # rank waits for another rank.
         begun = earlier(not at)
         total = torch.empty_like(like, memory_format=torch.contiguous_format)
 
@@ -223,7 +230,7 @@ class OrderedReduction(_Collective, ReduceScatter):
 
 
 def _sum_up(total: torch.Tensor, parts: Sequence[torch.Tensor], *, is_empty: bool = True) -> None:
-    """Adds parts to `total` one by one, in its dtype; with `is_empty`, the first part replaces its values."""
+    """Adds parts to `total` one by one, in the dtype of `total`. If `is_empty`, the first part replaces `total`."""
     for number, part in enumerate(parts):
         if is_empty and not number:
             total.copy_(part)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _Answer = TypeVar("_Answer")
-# Seconds between a waiting rank's looks for a key. If more than `_LOOKING_MAX` ranks wait, each looks less often,
-# because all query one store.
+# Seconds between two looks of a waiting rank for a key. If more than `_LOOKING_MAX` ranks wait, each rank looks less
+# often, because all ranks query one store.
 LOOK_SECONDS = 0.01
 _LOOKING_MAX = 16
-# Seconds to wait for the note of a rank that may just have left; a dead rank leaves none.
+# Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note.
 WORD_SECONDS = 0.5
 
 
@@ -33,14 +33,14 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     """Agrees with all ranks on a prefix for keys that no other attempt of the run has used; a collective call.
 
     torchrun keeps its store when it restarts the processes, so keys of the previous attempt are still in it. Each rank
-    therefore writes a random word. Rank 0 answers each word with a digest of the words of all ranks, and does so again
-    if a word changes, because the old word was of an earlier attempt. Once all ranks have the same digest, all are
-    present.
+    therefore writes a random word. Rank 0 answers each word with a digest of the words of all ranks. If a word changes,
+    rank 0 answers again, because the old word was from an earlier attempt. Once all ranks have the same digest, all
+    ranks are present.
 
     Raises:
         RankError: a rank did not come; the error names it.
-        ConfigError: one of several hosts would give the others an address that only it can reach, or a rank may
-            open too few files.
+        ConfigError: a host would give other hosts an address that only this host can reach, or a rank may open too few
+            files.
     """
     apart: list[int] = []
     try:
@@ -55,7 +55,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
 
 
 class _Gathering:
-    """The words of all ranks, in a store that may still have those of an earlier attempt."""
+    """The words of all ranks, in torch's store, which may still have words of an earlier attempt."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store = store
@@ -96,7 +96,10 @@ class _Gathering:
         self._answered = words
 
     def _apart(self, digest: str) -> list[int]:
-        """Returns the ranks without a word, or whose digest is not `digest`; rank 0 if this rank has no answer."""
+        """Returns the missing ranks: ranks without a word, or without the digest `digest`.
+
+        If this rank has no answer although all ranks have a word, rank 0 is missing.
+        """
         missing = [
             rank
             for rank, one in enumerate(values_of_ranks(self._store, "memascend/word", self._count, each=True))
@@ -115,20 +118,21 @@ def come(store: Any, prefix: str, count: int) -> None:
 
 
 def have_all_come(store: Any, prefix: str) -> bool:
-    """True if all ranks have recorded that they came."""
+    """True if all ranks have recorded that they arrived."""
     return bool(store.check([f"{prefix}/all"]))
 
 
 def look_seconds(count: int) -> float:
-    """Returns the seconds after which one of `count` waiting ranks looks again."""
+    """Returns the seconds between two looks of a waiting rank, if `count` ranks wait."""
     return LOOK_SECONDS * max(1, count / _LOOKING_MAX)
 
 
 def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[str]:
-    """Returns the value that each rank has written under a prefix, or "".
+    """Returns the values that the ranks have written under a prefix, by rank.
 
-    If any rank has written no value, returns "" for all ranks, unless `each` is set: then reads each key separately,
-    which is much work for the store if many ranks repeat it.
+    If a rank has written no value, returns "" for all ranks. But if `each` is set, returns "" only for ranks without a
+    value. To find these ranks, the function reads each key separately, which is much work for torch's store if many
+    ranks do so.
     """
     keys = [f"{prefix}/{rank}" for rank in range(count)]
     if store.check(keys):
@@ -137,22 +141,24 @@ def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
-    """Returns the error for ranks that are missing before all ranks can exchange messages."""
+    """Returns the error for `ranks`, which are missing before the run begins. Empty `ranks`: unknown ranks."""
     named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
     return RankError(
-        f"{named} is gone, or did not come within {timeout:g} s, before all ranks could talk; nothing was changed "
-        f"({why})",
+        f"{named} is gone, or did not come within {timeout:g} s, so the run did not begin; nothing was changed: start "
+        f"all ranks again ({why})",
         ranks=tuple(ranks),
     )
 
 
 def store_failed(error: RuntimeError) -> str:
-    """Returns the reason for an error of the process group's store."""
+    """Returns the text for an error of the process group's store."""
     return f"the store of the process group does not answer: {str(error).splitlines()[0][:200]}"
 
 
 def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
-    """Calls `ask` on a thread: the process group's store may be in a process that hangs, and then never answers.
+    """Calls `ask` on a thread, and waits at most `seconds`.
+
+    `ask` may never return, because the process group's store may be in a process that hangs.
 
     Raises:
         RuntimeError: `ask` failed, or did not return within `seconds`.
@@ -201,8 +207,8 @@ def _this_host() -> dict[str, Any]:
 def _refusal(abouts: Sequence[dict[str, Any]]) -> str:
     """Returns why the ranks cannot connect, or "".
 
-    One host would give the others a loopback address, and ranks would wait for each other in vain; or a rank's limit of
-    open files is too low.
+    A reason is that a host would give other hosts a loopback address, which they cannot reach. Another reason is that a
+    rank's limit of open files is too low.
     """
     low = [f"rank {rank} on {one['name']}: {one['refused']}" for rank, one in enumerate(abouts) if one.get("refused")]
     if low:
@@ -220,14 +226,14 @@ def _refusal(abouts: Sequence[dict[str, Any]]) -> str:
         for rank, one in apart
     )
     return (
-        "the ranks are on several hosts, and gloo gives the others the address of the interface that "
-        f"{_INTERFACES} names first, or else of the host's name (see /etc/hosts), which is a loopback address here. "
-        f"{who}, or let the host's name have an address that the others reach; nothing was changed"
+        "the ranks are on several hosts, and a host gives other hosts a loopback address, which they cannot reach. "
+        f"gloo uses the address of the first interface in {_INTERFACES}, or else the address of the host's name (see "
+        f"/etc/hosts). {who}, or give the host's name an address that other hosts can reach; nothing was changed"
     )
 
 
 def _identity() -> str:
-    """Returns an id of the host, or of the container if that has a network of its own."""
+    """Returns an id of the host, or of the container if the container has a separate network."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
@@ -240,7 +246,7 @@ def _loopback() -> str:
     named = os.environ.get(_INTERFACES)
     if named:
         return _LOOPBACK if named.split(",")[0] == "lo" else ""
-    # torch chooses in the same way: the first address of the host's name that can be bound.
+    # Choose the address as torch does: the first address of the host's name that can be bound.
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -266,17 +272,17 @@ def _interface() -> str:
 
 # --- files ------------------------------------------------------------------------------
 
-# The maximum number of gloo groups that a run has at once: for messages, for rows and gradients, and for a save() or
-# first values.
+# The maximum number of gloo groups that a run has at once: one for messages, one for rows and gradients, and one for a
+# save() or for the first values of new stores.
 _GROUPS = 3
 # The number of other files that stores, data loaders and other code may open.
 _FILES_BESIDE = 128
 
 
 def _too_few_files(count: int) -> str:
-    """Raises this process's limit of open files as far as needed; returns why that is not allowed, or "".
+    """Raises this process's limit of open files as far as needed; returns why the limit cannot be raised, or "".
 
-    A gloo group has a socket for each other rank, and another socket on which it listens.
+    In each process, a gloo group has one socket for each other rank, and one socket on which it listens.
     """
     need = sum(1 for _ in Path("/proc/self/fd").iterdir()) + _GROUPS * count + _FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -284,7 +290,7 @@ def _too_few_files(count: int) -> str:
         return ""
     if hard != resource.RLIM_INFINITY and hard < need:
         return (
-            f"{count} ranks connect with each other by about {_GROUPS * count} sockets of each, and a process may have "
+            f"with {count} ranks, each process needs about {_GROUPS * count} sockets, and a process may have only "
             f"{hard} files open here: run `ulimit -Hn {need} && ulimit -n {need}` as root before torchrun, or raise "
             "nofile in /etc/security/limits.conf"
         )

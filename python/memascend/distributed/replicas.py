@@ -1,4 +1,4 @@
-"""Fills the store of a rank from another replica's store: a drive was lost, or replicas were added."""
+"""Fills a rank's store from another replica's store, after a drive was lost or replicas were added."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _log = logging.getLogger("memascend")
 
 
 class Refill:
-    """Fills, at an opening, the stores of ranks that have lost theirs; all ranks take part.
+    """Fills the stores of ranks that have lost their stores, while the run is opened. All ranks take part.
 
-    On such a rank, the `Refill` is the source of the first values, in place of `EarlierValues`. A filled store belongs
-    to the run once every byte was read back and equals the byte that was sent. Until then its commit has number 0, and
-    another opening fills the store anew.
+    On a rank that has lost its store, the `Refill` is the source of the first values, in place of `EarlierValues`. A
+    filled store belongs to the run once all bytes were read back and are equal to the bytes that were sent. Until then
+    the store's commit has number 0, and another opening fills the store again.
     """
 
     # `between` sets these two attributes.
@@ -48,12 +48,12 @@ class Refill:
         """`opening.lost` has the ranks that have lost their stores."""
         self._opening = opening
         self._exchange = exchange = opening.exchange
-        # The rank that sends to this one; None: this rank has its store.
+        # The rank that sends its records to this rank. None if this rank has not lost its store.
         self.source = opening.lost.get(exchange.rank)
-        # The ranks to which this one sends.
+        # The ranks to which this rank sends its records.
         self._targets = [rank for rank, source in opening.lost.items() if source == exchange.rank]
         self._facts: Mapping[str, Any] = {}
-        # Step and user_state of the commit that this rank receives, because it has lost its own.
+        # The step and user_state of the commit that this rank receives.
         self.step = 0
         self.user_state: Any = None
         # A checksum of the bytes that this rank sent, or has read back from its filled store.
@@ -64,19 +64,22 @@ class Refill:
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
-        """Wraps reading or filling this rank's store; inside, a rank without a store takes first values from `self`."""
+        """Wraps the time in which this rank's store is read or filled.
+
+        Inside the block, a rank that has lost its store reads its first values from `self`.
+        """
         began = time.monotonic()
         self._begin(store)
         try:
             yield
             self._send()
         finally:
-            # Close the group even if this rank failed, so that no other rank waits for it.
+            # Close the group even if this rank failed, so that no other rank waits for this rank.
             self._collectives.close()
         self._end(began)
 
     def _begin(self, store: Store) -> None:
-        """Exchanges which commits are sent, and makes the group for sending."""
+        """Exchanges descriptions of the commits that are sent, and makes the group over which they are sent."""
         self._store, exchange = store, self._exchange
         sent = {
             "described": _described(store),
@@ -108,8 +111,8 @@ class Refill:
         del units
         if self._facts["described"] != _described(self._store):
             raise ConfigError(
-                f"the store of rank {self._exchange.rank} would be filled from that of rank {self.source}, which has "
-                "other records or formats of state: give all ranks the same model and options"
+                f"the store of rank {self._exchange.rank} cannot be filled from the store of rank {self.source}, "
+                "because their records or formats of state differ: give all ranks the same model and options"
             )
         for name in _names(self._store, buffers=(False,)):
             values, state, step = self._received(name)
@@ -131,7 +134,7 @@ class Refill:
     # --- on a rank that sends ----------------------------------------------------------------
 
     def _send(self) -> None:
-        """Sends the commit in this rank's store to the ranks that have lost theirs."""
+        """Sends the commit in this rank's store to the ranks in `_targets`."""
         store = self._store
         for name in _names(store) if self._targets else ():
             values, state = store.read(name)
@@ -146,12 +149,15 @@ class Refill:
         self._reach_end()
 
     def _reach(self) -> None:
-        """Waits for all ranks at the next record, so that ranks with nothing to fill wait for one record at a time."""
+        """Waits until all ranks have handled one more record.
+
+        So a rank with nothing to fill waits for one record at a time, not for a whole store.
+        """
         self._exchange.all_values(None)
         self._reached += 1
 
     def _reach_end(self) -> None:
-        """Waits for the ranks that have more records than this one."""
+        """Waits for the ranks that have more records than this rank."""
         while self._reached < self._records:
             self._reach()
         self._reached = 0
@@ -167,7 +173,10 @@ class Refill:
     # --- at the end --------------------------------------------------------------------------
 
     def _end(self, began: float) -> None:
-        """Reads the filled store back, and commits it as the run's if the bytes are equal; the log uses `began`."""
+        """Reads the filled store back. If the bytes are equal, commits the store as a store of the run.
+
+        `began` is the time at which the filling began, for the log.
+        """
         store, exchange = self._store, self._exchange
         nbytes = 0
         for name in () if self.source is None else _names(store):
@@ -180,8 +189,9 @@ class Refill:
         apart = [rank for rank, source in self._opening.lost.items() if sums[rank] != sums[source]]
         if apart:
             raise CorruptionError(
-                f"the store of rank {apart[0]} was filled from that of rank {self._opening.lost[apart[0]]}, and the "
-                "bytes that were read back are not those that were sent: start again, and it is filled anew"
+                f"the store of rank {apart[0]} was filled from the store of rank {self._opening.lost[apart[0]]}, but "
+                "the bytes that were read back differ from the bytes that were sent: start all ranks again to fill the "
+                "store again"
             )
         if self.source is None:
             return
@@ -189,39 +199,46 @@ class Refill:
         store.commit(store.step)
         store.shared.together()
         _log.warning(
-            "rank %d had no store: it was filled from that of rank %d, and has the user_state of that rank: %d bytes "
-            "were written and read again in %.1f s",
+            "rank %d had no store: its new store was filled from the store of rank %d, including the user_state: "
+            "%d bytes were written and read again in %.1f s",
             exchange.rank, self.source, nbytes, time.monotonic() - began,
         )  # fmt: skip
 
 
 def retire(files: Sequence[Path], opening: Opening) -> None:
-    """Removes stores of replicas that the run has dropped, if they have the commit that is opened.
+    """Removes the stores of replicas that the run has dropped.
 
-    Any other store may have steps that no rank has: it stays, and a run with that replica rejects it.
+    Removes a store that has the commit that is opened. Keeps any other store, because that store may have steps that no
+    rank has. A later run that has the replica of a kept store rejects the store.
     """
     for file in files:
         seen = seen_at(file)
         if any(is_at(commit, opening.number, opening.identity) for commit in seen["commits"]):
             remove_store(file)
-            _log.info("%s is removed: the run goes on with fewer replicas", file)
+            _log.info("%s was removed, because the run continues with fewer replicas", file)
         else:
-            _log.warning("%s has another step than the one at which the run goes on, and stays", file)
+            _log.warning("%s was not removed, because it does not have the step at which the run continues", file)
 
 
 def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str]:
-    """Returns the names of a store's parameters, its buffers or both, sorted, and so equal for all replicas."""
+    """Returns the names of a store's parameters and buffers, sorted, so that all replicas get the same order.
+
+    `buffers` selects them: False stands for parameters, and True for buffers.
+    """
     each = sorted((record["buffer"], record["name"]) for record in store.each_record())
     return [name for is_buffer, name in each if is_buffer in buffers]
 
 
 def _updates(record: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the number of updates of a record; 0 for a buffer, whose count differs in a store that is filled anew."""
+    """Returns the number of updates of a record; 0 for a buffer.
+
+    The number of a buffer differs between the store that is sent and the store that is filled.
+    """
     return torch.tensor([0 if record["buffer"] else record["step"]])
 
 
 def _described(store: Store) -> str:
-    """Returns a digest of a store's records and of the layout of their bytes."""
+    """Returns a digest that is equal for two stores if they have the same records with the same byte layout."""
     kept = ("name", "buffer", "dtype", "shape", "state", "order", "format")
     records: Iterator[Any] = ([record[of] for of in kept] for record in store.each_record())
     text = json.dumps(sorted(records, key=lambda record: record[0]))

@@ -1,4 +1,4 @@
-"""Finds the stores of a run that had another number of ranks, and fills new stores from ranges of their rows."""
+"""Finds the stores of a run that had another number of ranks, and fills new stores with the rows in these stores."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def file_of_rank(folder: str, rank: int, count: int) -> Path:
 
 
 def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[Path]:
-    """Returns the stores of dropped replicas that have this rank's rows and are on its host.
+    """Returns the stores on this rank's host that have this rank's rows and belong to dropped replicas.
 
-    Leaves out stores in the folders `used`: a rank whose own store is missing goes on with such a store.
+    Leaves out the stores in the folders `used`: a rank whose store is missing may use the store of a dropped replica.
     """
     there = stores_in(folder, layout.shards).items()
     of_others = [file for rank, file in there if rank >= layout.size and rank % layout.shards == layout.shard]
@@ -70,12 +70,12 @@ def left_over(folder: str, layout: Layout, used: Collection[str] = ()) -> list[P
 
 
 def stores_in(folder: str, count: int) -> dict[int, Path]:
-    """Returns, by rank, the stores in a folder whose rows `count` ranks shard."""
+    """Returns, by rank, the stores in a folder that were written with `count` ranks in a replica."""
     return {rank: file_of_rank(folder, rank, count) for rank, of in sorted(_there(folder)) if of == count}
 
 
 class Earlier:
-    """The stores of another number of ranks; one of the present ranks reads each of them."""
+    """The stores of an earlier run with another number of ranks. One of the present ranks reads each store."""
 
     def __init__(
         self,
@@ -85,12 +85,16 @@ class Earlier:
         exchange: Exchange | Alone,
         layout: Layout,
     ) -> None:
-        """`outlived` has stores that newer ones replaced, with their identities; no rank reads these stores."""
+        """`source` has the stores that ranks read; None if ranks only remove stores.
+
+        `outlived` has the stores that newer stores have replaced, each with its identity. No rank reads these stores.
+        """
         self.exchange = exchange
         self.layout = layout
         self.rank, self.count = layout.rank, layout.shards
-        # `owners`: by old rank, the present rank that reads its store; `files`: by old rank, the file. Both are empty
-        # if the run resumes with the present stores and only removes others.
+        # By old rank: `owners` has the present rank that reads the old rank's store, and `files` has the file of the
+        # store. These lists are empty if the run resumes from stores of the present number of ranks and only removes
+        # other stores.
         self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
         self.files = (
             []
@@ -103,8 +107,8 @@ class Earlier:
         self.identity = bytes(16)
         # Stores of the present number of ranks are overwritten, not removed.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
-        # The identities of the stores that the new stores replace, for their first commit; `open` adds the identity of
-        # the stores that it opens.
+        # The identities of the stores that the new stores replace. The first commit of the new stores contains this
+        # list. `open` adds the identity of the stores that it opens.
         self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
         gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
@@ -114,7 +118,10 @@ class Earlier:
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Opens the stores that this rank reads, at the newest commit of all old stores; locks them until `close()`."""
+        """Opens the stores that this rank reads, at the newest commit that all old stores have.
+
+        The stores stay locked until `close()`.
+        """
         source = self._source
         assert source is not None
         each = [dict(source.seen[number]) for number in range(source.count)]
@@ -134,7 +141,7 @@ class Earlier:
         self._open.close()
 
     def remove(self) -> None:
-        """Removes the old stores; called once all ranks have committed the new ones."""
+        """Removes the old stores; called once all ranks have committed the new stores."""
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
             remove_store(file)
@@ -148,13 +155,13 @@ class Earlier:
 def remove_store(file: Path) -> None:
     """Removes a rank's store, and the folders of ranks and replicas that are then empty."""
     file.unlink(missing_ok=True)
-    # Sync the folder: after a loss of power, the store must not reappear beside the newer one that replaced it.
+    # Sync the folder: after a loss of power, the store must not reappear, because a newer store has replaced it.
     descriptor = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    # `rmdir` fails for a folder with other files: such a folder stays.
+    # `rmdir` fails for a folder that has other files, so this folder stays.
     with contextlib.suppress(OSError):
         for folder in file.parents:
             if not (_FOLDER.fullmatch(folder.name) or _FOLDER_OF_REPLICA.fullmatch(folder.name)):
@@ -163,7 +170,7 @@ def remove_store(file: Path) -> None:
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:
-    """Returns the stores of another number of ranks from which a run resumes; None if the folder has none.
+    """Returns the stores of another number of ranks from which a run resumes; None if there are no such stores.
 
     Here, a number of ranks counts only the ranks of one replica, which shard its rows.
     """
@@ -181,16 +188,16 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
         return None
     if existing != "resume":
         raise ConfigError(
-            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and there are {count} now: "
-            "existing='resume' resumes from them; to begin anew, move them away"
+            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and this run has {count} ranks: "
+            "existing='resume' resumes from them; to begin a new run, move these stores away"
         )
     known = superseded_by(found.values())
     newest = [one for one in found.values() if one.count not in known]
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"stores of {of} ranks are in {folder}, and none records that it was made from the others: move away "
-            "the stores that the run shall not resume from; nothing was changed"
+            f"stores of {of} ranks are in {folder}, and no store records which stores are the newest: move away all "
+            "stores from which the run shall not resume; nothing was changed"
         )
     (source,) = newest
     outlived = [(found[of], identity) for of, identity in sorted(known.items())]
@@ -201,20 +208,20 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
         lacks = "holds no commit" if rank in source.seen else "cannot be reached"
         raise ConfigError(
             f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): bring "
-            "it back to where one of the ranks sees it; nothing was changed"
+            "this file back on the host of one of the ranks; nothing was changed"
         )
     return Earlier(folder, source, outlived, exchange, layout)
 
 
 def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Stores]:
-    """Returns the stores in the folder, by number of ranks; empty if all are of the present number, `count`."""
+    """Returns the stores in the folder, by number of ranks; empty if all stores were written with `count` ranks."""
     seers: dict[int, dict[int, list[int]]] = {}
     for seer, each in enumerate(exchange.all_gather("the stores in the folder", _there(folder))):
         for number, of in each:
             seers.setdefault(of, {}).setdefault(number, []).append(seer)
     if not seers.keys() - {count}:
         return {}
-    # One rank looks at each store, because looking locks it.
+    # Only one rank reads each store, because reading a store locks it.
     owners = {of: {number: who[number % len(who)] for number, who in each.items()} for of, each in seers.items()}
     own = [(of, number) for of, each in owners.items() for number, owner in each.items() if owner == exchange.rank]
     files = {(of, number): file_of_rank(folder, number, of) for of, number in sorted(own)}
@@ -228,13 +235,13 @@ def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Sto
 
 
 def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str) -> None:
-    """Rejects a resume that would begin anew although one of the unfilled stores has a commit."""
+    """Rejects a resume that would begin a new run, although some of the `unfilled` stores have a commit."""
     if existing != "resume" or filled or not any(one["commits"] for one in unfilled.seen.values()):
         return
     raise ConfigError(
-        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and others of these ranks do: "
-        "its first write did not finish, or it is damaged; nothing was changed: bring it back, or give "
-        "existing='replace' to begin anew"
+        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and stores of other ranks do: "
+        "its first write did not finish, or this store is damaged; nothing was changed: bring this store "
+        "back, or give existing='replace' to begin a new run"
     )
 
 
@@ -261,7 +268,7 @@ def _there(folder: str) -> list[list[int]]:
 
 
 def _has_store(file: Path) -> bool:
-    # A store that was never filled counts, too: a warning says that it can be removed.
+    # A store that was never filled counts, too: a warning tells the user to remove this store.
     return file.is_file() or pending_file(file).is_file()
 
 
@@ -270,12 +277,15 @@ class Passed(NamedTuple):
 
     source: int  # the rank that sends it
     target: int  # the rank that receives it
-    sent: torch.Tensor | None  # the tensor, at the source
-    got: torch.Tensor | None  # the memory that receives it, at the target
+    sent: torch.Tensor | None  # on the source: the tensor; None on other ranks
+    got: torch.Tensor | None  # on the target: the memory that receives the tensor; None on other ranks
 
 
 class Transfer:
-    """Moves tensors between ranks, which all call `move`. If a rank calls `close` early, errors name that rank."""
+    """Moves tensors between ranks; all ranks call `move` together.
+
+    If a rank fails and calls `close`, the errors of all other ranks name that rank.
+    """
 
     def __init__(self, exchange: Exchange | Alone) -> None:
         """Makes the group; a collective call."""
@@ -283,7 +293,9 @@ class Transfer:
         self._collectives = None if isinstance(exchange, Alone) else Collectives(exchange)
 
     def move(self, pieces: Sequence[Passed]) -> None:
-        """Moves all pieces that this rank sends or receives. Both ranks of a pair list their pieces in the same order.
+        """Moves all pieces that this rank sends or receives.
+
+        Two ranks that exchange several pieces must list these pieces in the same order.
 
         Raises:
             RankError: a rank failed, or is gone.
@@ -307,19 +319,19 @@ class Transfer:
             got.copy_(values.clone().view(got.dtype).view(got.shape))
 
     def close(self) -> None:
-        """Leaves the group, which ends the waits of other ranks for this one."""
+        """Leaves the group, so that other ranks stop waiting for this rank."""
         if self._collectives is not None:
             self._collectives.close()
 
 
 @dataclass(eq=False)
 class EarlierValues:
-    """The first values of new stores, read from ranges of rows of earlier stores."""
+    """Reads the first values of new stores from the rows in earlier stores."""
 
     earlier: Earlier
     shapes: Mapping[str, torch.Size]  # the shapes of whole parameters, equal on all ranks
     named: Mapping[str, torch.Tensor]  # this rank's rows of the parameters
-    describe: Callable[[str], Mapping[str, torch.Tensor]]  # returns the state of a parameter, by its name, on meta
+    describe: Callable[[str], Mapping[str, torch.Tensor]]  # given a parameter's name, returns its state on meta
     optimizer: str  # the optimizer's title
 
     def __post_init__(self) -> None:
@@ -338,7 +350,8 @@ class EarlierValues:
             for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
-        # Take the user_state of the old rank with this rank's number; of the first old rank if there were fewer ranks.
+        # Take the user_state of the old rank with this rank's number. If there was no such rank, keep that of old rank
+        # 0.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
@@ -434,20 +447,20 @@ class EarlierValues:
 
 
 def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
-    """Returns the range of rows of one of `count` ranks, as FSDP2 shards them."""
+    """Returns the range of rows that `rank` has if FSDP2 shards `rows` rows among `count` ranks."""
     size = -(-rows // count)
     return min(rows, rank * size), min(rows, (rank + 1) * size)
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """Returns the part of a tensor for a range of rows; if state has blocks, the range consists of whole ones."""
+    """Returns the part of a tensor for a range of rows. If state has blocks, the range must consist of whole blocks."""
     return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 
 def _description(values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> list[Any]:
     """Returns the properties of a parameter's rows that do not depend on the number of rows."""
     kinds = sorted([of, str(tensor.dtype), tensor.shape == values.shape] for of, tensor in state.items())
-    # If the elements are stored in another order of dimensions, a block of the state covers other elements.
+    # The order in which the dimensions are stored decides which elements a block of the state covers.
     reordered = any(map(is_in_blocks, state)) and order_of(values) is not None
     return [str(values.dtype), list(values.shape[1:]), kinds, reordered]
 

@@ -37,11 +37,14 @@ class Rows:
 
     @property
     def first_element(self) -> int:
-        """The number of the rows' first element in the whole parameter."""
+        """The index of the rows' first element in the whole parameter."""
         return self.first * self.whole[1:].numel()
 
     def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns these rows of a whole tensor; `state` is the name of a state tensor, or "" for the values."""
+        """Returns the part of a whole tensor that belongs to these rows.
+
+        `state` is the name of a state tensor, or "" for the values.
+        """
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
         block = _block_of(state)
@@ -51,7 +54,7 @@ class Rows:
         return tensor
 
     def first_of(self, state: str, part: torch.Tensor) -> int | None:
-        """Returns the position in a whole tensor at which the part for these rows begins; None if it is not sharded."""
+        """Returns the index in a whole tensor at which the part for these rows begins; None for an unsharded tensor."""
         if part.shape == self.shape:
             return self.first_element
         block = _block_of(state)
@@ -66,7 +69,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's position among all ranks, numbered replica by replica; each replica has all rows of the model."""
+    """The position of a rank among all ranks.
+
+    Ranks are numbered replica by replica. Each replica has all rows of the model.
+    """
 
     rank: int
     replicas: int
@@ -89,7 +95,7 @@ class Layout:
 
     @property
     def peers(self) -> range:
-        """The ranks with the same rows, including this rank, by replica."""
+        """All ranks with the rows that this rank has, including this rank, in the order of replicas."""
         return range(self.shard, self.size, self.shards)
 
 
@@ -97,11 +103,11 @@ class Layout:
 class Partition:
     """The share of a model's parameters that a process has."""
 
-    rows: Mapping[str, Rows] = field(default_factory=dict)  # of sharded parameters, by name; empty for one process
+    rows: Mapping[str, Rows] = field(default_factory=dict)  # by name of a sharded parameter; empty for a single process
     layout: Layout = Layout(0, 1, 1)
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole parameter on meta, given its part; the part itself if the parameter is not sharded."""
+        """Returns, on meta, the whole parameter to which `part` belongs; `part` if the parameter is not sharded."""
         if name not in self.rows:
             return part
         return on_meta(part, self.rows[name].whole)
@@ -112,7 +118,7 @@ class Partition:
 
 
 def on_meta(parameter: torch.Tensor, shape: torch.Size) -> torch.nn.Parameter:
-    """Returns a parameter on meta with the dtype and `requires_grad` of `parameter`, in another shape."""
+    """Returns a parameter on meta with the dtype and `requires_grad` of `parameter`, in the given shape."""
     made = torch.empty(shape, dtype=parameter.dtype, device="meta")
     return torch.nn.Parameter(made, requires_grad=parameter.requires_grad)
 
@@ -124,8 +130,8 @@ def is_in_blocks(state: str) -> bool:
 
 def _block_of(state: str) -> int:
     """Returns how many elements share one number of a state tensor; 0 for tensors without blocks."""
-    # A byte of "rounded_up" has one bit for each of eight elements: whether the value of a compact record was rounded
-    # up.
+    # Each byte of "rounded_up" has the bits of eight elements. A bit says whether the element of a compact record was
+    # rounded up.
     return BLOCK_ELEMENTS if is_in_blocks(state) else 8 if state == "rounded_up" else 0
 
 
@@ -138,13 +144,13 @@ def blocks_of(shape: torch.Size) -> torch.Size:
 class RowsOfRank(Partition):
     """The rows of a sharded model that one rank has."""
 
-    named: Mapping[str, torch.nn.Parameter]  # the rows, by parameter name, in the model's order; none is empty
+    named: Mapping[str, torch.nn.Parameter]  # the rows, by parameter name, in the model's order; no entry is empty
     gathers: Sequence[tuple[str, Sequence[str]]]  # each gather's name, and the names of the parameters in it
     local: Mapping[int, torch.nn.Parameter]  # the rows, by the id of the model's parameter
-    refill: Refill | None = None  # fills the stores of ranks that have lost theirs
+    refill: Refill | None = None  # fills the stores of ranks that have lost their stores
 
     def local_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of a parameter of the model; any other tensor is returned as it is."""
+        """Returns the rows of a model's parameter. Returns any other tensor unchanged."""
         return self.local.get(id(parameter), parameter)
 
     def units(self) -> tuple[Unit, ...]:
@@ -177,8 +183,8 @@ class RowsOfRank(Partition):
             if rule.whole is not None and rule.whole.whole:
                 raise ConfigError(
                     f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() "
-                    "shards their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or one "
-                    "process"
+                    "shards their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or train in "
+                    "one process"
                 )
         for name, parameter in self.named.items():
             own = arithmetic.rules.get(id(parameter)) if parameter.requires_grad else None
@@ -190,13 +196,13 @@ class RowsOfRank(Partition):
                 # Each byte of `rounded_up` has the bits of eight elements.
                 block = 8
             whole = self.rows[name].whole
-            # The rows of the second rank begin at this element, and those of each further rank the same number of
-            # elements later.
+            # The rows of the second rank begin at element `first`, the rows of the third rank at element 2 * `first`,
+            # and so on.
             first = -(-whole[0] // self.layout.shards) * whole[1:].numel()
             if first < whole.numel() and first % block:
                 kept = "8bit" if "8bit" in given else "bf16"
                 raise ConfigError(
-                    f"rows of {name!r} begin at element {first} on another rank, within a block of {block} that "
-                    f"state={kept!r} keeps together: leave state= out, or use a number of ranks that divides the rows "
-                    "into whole blocks"
+                    f"rows of {name!r} begin at element {first} on another rank, within a block of {block} elements "
+                    f"that state={kept!r} stores together: leave state= out, or use a number of ranks with which the "
+                    "rows of each rank are whole blocks"
                 )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def filled(path: str, rank: int) -> str:
-    """Returns `path` with the rank, and the rank on its host, filled in."""
+    """Replaces `{rank}` in `path` by the rank, and `{local_rank}` by the rank's number on its host."""
     local = os.environ.get("LOCAL_RANK", str(rank))
     return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
 
@@ -54,15 +54,16 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     if found.exists() and not found.is_dir():
         what = "a device" if found.is_block_device() else "a file"
         raise ConfigError(
-            f"{path} is {what}, and each rank has a store of its own: give a folder, or a path with {{rank}} or "
-            "{local_rank} in it"
+            f"{path} is {what}, but each rank needs its own store: give a folder, or a path that contains {{rank}} or "
+            "{local_rank}"
         )
-    # The name has the number of ranks that shard the rows: with another number, a rank has other rows.
+    # The path contains the number of ranks that shard the rows. With a different number of ranks, a rank has different
+    # rows, and so needs a different store.
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Go on with the store of a dropped replica on this host. If all ranks see the folder, it has the stores of all
-        # dropped replicas: each replica then takes a different one.
+        # Continue with the store of a replica that an earlier run dropped. A folder that all ranks share has the stores
+        # of all dropped replicas, and each replica uses a different store.
         own = left[layout.replica if layout.replica < len(left) else 0]
     # Creates the folder if it is missing.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
 
 
 def shared_folder(options: Options) -> str | None:
-    """Returns the folder that contains the stores of all ranks; None if each rank has a path of its own."""
+    """Returns the folder that contains the stores of all ranks; None if each rank has its own path."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
@@ -78,10 +79,10 @@ def shared_folder(options: Options) -> str | None:
 
 
 def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
-    """Returns the places of other ranks' stores that exist on this rank's host, by the rank in their paths."""
+    """Returns the paths of other ranks' stores that exist on this rank's host, by the number of the other rank."""
     folder, rank = shared_folder(options), layout.rank
     if folder is not None:
-        # Includes dropped replicas: a new run must not begin beside their stores.
+        # Includes the stores of dropped replicas: a new run must not begin in a folder that has such stores.
         return {other: [f"{file.parent}/"] for other, file in stores_in(folder, layout.shards).items() if other != rank}
     local = os.environ.get("LOCAL_RANK", str(rank))
     paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
@@ -92,7 +93,8 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
     first, *more = map(re.escape, parts)
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
     there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
-    # A file belongs to the run by its name. A block device does so only if its number is that of a rank.
+    # A file that matches the pattern belongs to the run. A block device that matches the pattern belongs to the run
+    # only if the number in its name is the number of a rank.
     numbers = {
         int(match[1])
         for match in there
@@ -102,7 +104,7 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
-    """Returns possible places of a rank's store: first its own place, then places for other numbers of ranks."""
+    """Returns the paths at which a rank's store may be: first the path for `count` ranks, then all other paths."""
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
         return [places]
@@ -116,15 +118,15 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
 
 
 def require_own(places: Sequence[str], exchange: Exchange) -> None:
-    """Rejects a file or device that two ranks are given; a collective call."""
+    """Rejects a file or device that is given to two ranks; a collective call."""
     owner: dict[str, int] = {}
     for rank, theirs in enumerate(exchange.all_values([_identity(place) for place in places])):
         for identity in theirs:
             if identity in owner:
                 path = identity.split(":", 1)[1]
                 raise StorageError(
-                    f"{path} is given to rank {owner[identity]} and to rank {rank}: each has a store of its own; "
-                    "nothing was changed",
+                    f"{path} is given to rank {owner[identity]} and to rank {rank}, but each rank needs its "
+                    "own store: give each rank a different path; nothing was changed",
                     path=path,
                 )
             owner[identity] = rank
@@ -148,18 +150,18 @@ def divide(
     exchange: Exchange,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Shards a model among all ranks, and gives its optimizer, which has no state yet, the sharded parameters.
+    """Shards a model among all ranks, and puts the sharded parameters into its optimizer.
 
-    `units` has names of modules, each to be gathered as one unit; None: `find_units` chooses them. `undo` reverts the
-    changes of the optimizer; the model stays sharded even if the rest of `offload()` is rejected, as torch cannot undo
-    it.
+    The optimizer must have no state yet. `units` has the names of the modules that are each gathered as one unit. If
+    `units` is None, `find_units` chooses the modules. If `offload()` fails later, `undo` restores the optimizer, but
+    the model stays sharded, because torch cannot undo `fully_shard()`.
     """
     modules = exchange.together(lambda: _found(model, optimizer, units))
     other = exchange.first_other(_checksum(model))
     if other is not None:
         raise ConfigError(
-            f"rank {other} has other values in its model than rank 0: every rank begins with the whole model and the "
-            "same values (the same seed, or the same files); stages of a pipeline do not work with offload()"
+            f"rank {other} has other values in its model than rank 0: start every rank with the whole model and the "
+            "same values (the same seed, or the same files). Pipeline parallelism does not work with offload()"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in modules:
@@ -171,7 +173,7 @@ def divide(
         undo.callback(group.__setitem__, "params", given)
         group["params"] = [divided[names[id(one)]] if id(one) in names else one for one in given]
     _log.info(
-        "fully_shard() was applied to %d modules and to the model, whose rows are sharded among %d ranks",
+        "fully_shard() was applied to %d modules and to the whole model: all rows are sharded among %d ranks",
         len(modules),
         exchange.size,
     )
@@ -180,31 +182,31 @@ def divide(
 def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
-    """Returns the modules to which `divide` applies fully_shard(); other parameters are gathered with the model."""
+    """Returns the modules to which `divide` applies fully_shard(). The model gathers all other parameters."""
     if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
-            "the optimizer has state of whole parameters: call torch.distributed.fsdp.fully_shard() on each block and "
-            "on the model before the optimizer is made"
+            "the optimizer has state of whole parameters, which offload() cannot shard: call "
+            "torch.distributed.fsdp.fully_shard() on each block and on the model before you create the optimizer"
         )
     divided = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
     if divided is not None:
         raise ConfigError(
-            f"{divided} is a DTensor that fully_shard() did not make: tensor parallelism (tp_plan=, "
-            "parallelize_module()) does not work with offload(): leave it out, and call "
+            f"{divided} is a DTensor that fully_shard() did not make, and tensor parallelism (tp_plan=, "
+            "parallelize_module()) does not work with offload(): leave tensor parallelism out, and call "
             "torch.distributed.fsdp.fully_shard() on each block and on the model"
         )
     own: Any = dict(model.named_parameters())
     hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)  # noqa: SLF001
     if hooked is not None:
         raise ConfigError(
-            f"{hooked} has a gradient hook, and fully_shard() makes new parameters, without the hook: register it "
-            "after offload(), by register_post_accumulate_grad_hook() and with gradients='ssd' or 'ram' (FSDP2 calls "
-            "no hook of register_hook())"
+            f"{hooked} has a gradient hook, and fully_shard() makes new parameters without hooks: register the hook "
+            "after offload() with register_post_accumulate_grad_hook(), and pass gradients='ssd' or 'ram' to offload() "
+            "(FSDP2 does not call hooks of register_hook())"
         )
     require_unaliased(own, model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
-    # A unit that is tied to another unit by a parameter is gathered with the model, because both use that parameter.
+    # A unit that shares a parameter with another unit is gathered with the model, because two units use the parameter.
     whole = [unit.module for unit in found if unit.module and not unit.again]
     return [named[name] for name in whole]
 
@@ -230,8 +232,8 @@ def begin(
 ) -> tuple[Sharding | None, Options, Earlier | None]:
     """Returns a model's sharding, this rank's options, and the stores of an earlier run with another number of ranks.
 
-    The sharding is None for a plain model in one process; the earlier stores are None if there are none to read or
-    remove.
+    The sharding is None for a plain model in one process. The earlier stores are None if no earlier store has to be
+    read or removed.
     """
     several = distributed.is_initialized() and distributed.get_world_size() > 1
     if not (several or _is_sharded(model)):
@@ -251,7 +253,7 @@ def begin(
         if not divides:
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
-        # If offload() shards the model, `divide` has used the option `units`, and each gather is a unit.
+        # If offload() shards the model, `divide` has already used the option `units`. Each gather is then a unit.
         several = not isinstance(options.storage, (str, os.PathLike))
         places = [_place(path, sharding.layout, several=several) for path in options.paths or ()]
         return sharding, replace(options, storage=places or None, units=None if divides else options.units)
@@ -263,22 +265,26 @@ def begin(
     earlier = None if folder is None else find_earlier(folder, options.existing, exchange, layout)
     if earlier is not None:
         undo.callback(earlier.close)
-    # If the run resumes from earlier stores, stores of the present number of ranks are older or were never filled.
+    # If the run resumes from stores of another number of ranks, replace the stores of the present number of ranks. The
+    # replaced stores are older or were never filled.
     existing = "replace" if earlier is not None and earlier.files else options.existing
     opening = choose(own.paths, exchange, existing, layout, places_of_others(options, layout))
     has_values = opening.number > 0 or bool(earlier is not None and earlier.files)
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     used = {place for each in exchange.all_values(own.paths or []) for place in each}
-    # One rank looks at each store, because looking locks it.
+    # Only one rank reads each store, because reading a store locks it.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
-    # A rank that is one commit ahead of other ranks opens the commit before its newest.
+    # A rank that is one commit ahead of other ranks opens the commit before its newest commit.
     return sharding, replace(own, existing=opening.existing), earlier
 
 
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
-    """Finds stores of several ranks in the folder of a single process, and sets the options to resume from them."""
+    """Finds the stores of an earlier run on several ranks; returns the options to resume from these stores.
+
+    Called in a single process. The option `storage` names the folder of the stores.
+    """
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not Path(expanded(storage)).is_dir():
         return options, None
@@ -286,9 +292,9 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     of_replicas = left_over(expanded(storage), alone)
     if of_replicas and not file_of_rank(expanded(storage), 0, 1).is_file():
         raise ConfigError(
-            f"{of_replicas[0]} is the store of one of several ranks, each of which has all rows, and this is one "
-            "process: start the ranks as before, call optimizer.save(folder), and begin with checkpoint=folder; to "
-            "begin anew, move it away; nothing was changed"
+            f"{of_replicas[0]} is the store of one of several ranks, and a single process cannot resume from "
+            "it: start the ranks as before, call optimizer.save(folder), and begin with checkpoint=folder. To "
+            "begin a new run, move this store away. Nothing was changed"
         )
     earlier = find_earlier(expanded(storage), options.existing, Alone(), alone)
     if earlier is None:
@@ -308,8 +314,8 @@ def _sharding(
         from memascend.distributed.sharding import Sharding
     except ImportError as error:
         raise ConfigError(
-            f"torch {torch.__version__} stores sharded parameters in another way than this memascend knows "
-            f"({error}): use a torch version that the documentation names"
+            f"torch {torch.__version__} stores sharded parameters in another way than this version of memascend "
+            f"expects ({error}): use a torch version that the documentation names"
         ) from error
 
     sharding = Sharding(model, reduction, exchange)
@@ -323,40 +329,50 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
-    """Rejects other ways to train on several ranks."""
+    """Rejects models in wrappers that train on several ranks without `fully_shard()`."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
         if kind in kinds:
             raise ConfigError(
-                f"{kind} does not work with offload(): give the module inside it, after "
-                "torch.distributed.fsdp.fully_shard() on each block and on the model"
+                f"{kind} does not work with offload(): pass the module inside it to offload(), after you called "
+                "torch.distributed.fsdp.fully_shard() on each block and on this module"
             )
 
 
 def refuse_options(options: Options, *, divides: bool = False) -> None:
-    """Rejects options that need a single rank; `units` works only if `offload()` shards the model (`divides`)."""
+    """Rejects options that do not work with a sharded model.
+
+    `units` works if `offload()` itself shards the model (`divides`).
+    """
     refused = "does not work under fully_shard()"
     if options.activations != "device":
-        raise ConfigError(f"activations={options.activations!r} {refused}: leave it out, and checkpoint activations")
+        raise ConfigError(
+            f"activations={options.activations!r} {refused}: leave it out, and use torch's activation checkpointing"
+        )
     if options.units is not None and not divides:
-        raise ConfigError(f"units={options.units!r} {refused}: each module given to it is a unit: leave the option out")
+        raise ConfigError(
+            f"units={options.units!r} {refused}, because each module given to fully_shard() is a unit: leave units= out"
+        )
 
 
 class PlannedSharding(RowsOfRank):
-    """The rows that the first of `count` ranks has, on meta, if `offload()` shards a plain model; no rank has more."""
+    """The rows of the first of `count` ranks, on meta. A plan uses these rows if `offload()` shards a plain model.
 
-    # A plan involves no other ranks.
+    No other rank has more rows than the first rank.
+    """
+
+    # A plan exchanges nothing with other ranks.
     exchange = None
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
-        """Plans to shard a model on meta among `count` ranks; `options` are those of `offload()`."""
+        """Plans how `offload()` shards `model` among `count` ranks; `options` are the options of `offload()`."""
         refuse_options(options, divides=True)
         whole = dict(model.named_parameters())
         for name, parameter in whole.items():
             if not parameter.dim():
                 raise ConfigError(
-                    f"{name} is a single number without rows, which fully_shard() does not shard: give it one "
-                    "dimension, as torch.ones(1)"
+                    f"{name} has no dimension, and fully_shard() shards only parameters with rows: give {name} one "
+                    "dimension, for example by torch.ones(1)"
                 )
         rows = {name: Rows(one.shape, 0, -(-one.shape[0] // count)) for name, one in whole.items()}
         named = {name: on_meta(one, rows[name].shape) for name, one in whole.items()}
@@ -387,12 +403,12 @@ class PlannedSharding(RowsOfRank):
             forward=others * (root + sum(blocks)),
             backward=others * sum(blocks),
             gradients=others * sum(gradients),
-            # In a gather, each rank sends as many rows as the first one.
+            # In a gather, each rank sends as many rows as the first rank has.
             gathered=count * (root + 2 * max(blocks, default=0) + 2 * max(gradients)),
         )
 
     def use_local_rows(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns a copy of the optimizer that owns the rows instead of the whole parameters."""
+        """Returns a copy of the optimizer with the rows in place of the whole parameters."""
         members = members_of(optimizer)
         if len(members) > 1:
             return JoinedOptimizers([self.use_local_rows(member) for member in members])

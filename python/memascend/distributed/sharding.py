@@ -1,4 +1,4 @@
-"""Represents a sharded model on one rank: the rank's rows are parameters with a store of their own."""
+"""Represents a sharded model on one rank. The rank has its own store, with its rows of each parameter."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ if TYPE_CHECKING:
 
 
 class Sharding(RowsOfRank):
-    """This rank's rows of a model, and the code that FSDP2 runs to gather and reduce them."""
+    """This rank's rows of a model. Makes FSDP2 gather these rows from storage and reduce their gradients."""
 
     def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
-        """Leaves the model as it is. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
+        """Does not change the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
         others = [name for name, _ in model.named_parameters() if name not in sharded]
         if others:
             raise ConfigError(
-                f"{', '.join(others[:3])} is not sharded by fully_shard() and other parameters are: apply "
-                "fully_shard(model) to the whole model after its blocks, without ignored_params"
+                f"{', '.join(others[:3])} is not sharded by fully_shard(), but other parameters are: call "
+                "fully_shard(model) on the whole model after its blocks, without ignored_params"
             )
         # Exchanges values between the ranks. With a single rank, `exchange`, `opening` and `collectives` are None.
         self.exchange = exchange
-        # How the stores of all ranks are opened at one commit.
+        # Says how this rank opens its store, so that all ranks begin at one commit.
         self.opening: Opening | None = None
         layouts = [group.layout() for group in self._groups]
         layout = layouts[0]
         if any(one != layout for one in layouts):
-            raise ConfigError("fully_shard() was given several meshes: offload() works where one mesh shards all rows")
+            raise ConfigError("fully_shard() was given several meshes: give the same mesh to each fully_shard() call")
         for group in self._groups:
             group.require_supported(ordered=self._ordered)
             if exchange is not None:
@@ -66,7 +66,7 @@ class Sharding(RowsOfRank):
         if not named:
             raise ConfigError(
                 f"rank {layout.rank} has no rows of any parameter: the model is too small for {layout.shards} ranks. "
-                "Start fewer"
+                "Start fewer ranks"
             )
         super().__init__(
             {name: local.sharded.rows for name, local in named.items()},
@@ -84,21 +84,22 @@ class Sharding(RowsOfRank):
         self._gradients: Any = None
         # Stores of dropped replicas, which `retire_replicas` removes.
         self._left: Sequence[Path] = ()
-        # Names of parameters in the RAM tier of any rank: replicas compare their values when a forward gathers them.
+        # Names of parameters that are in the RAM tier of some rank. Replicas compare the values of these parameters
+        # when a forward gathers the parameters.
         self._compared: Collection[str] = ()
 
     # --- before there is a store ---------------------------------------------------------
 
     def open_by(self, opening: Opening, left: Sequence[Path]) -> None:
-        """Sets how the stores of all ranks are opened; `left` has stores of dropped replicas, to be removed later."""
+        """Sets how this rank opens its store. `left` has the stores of dropped replicas, which are removed later."""
         self.opening, self._left = opening, left
         self.refill = Refill(opening) if opening.lost else None
 
     def compare(self, store: Store, ram_tier: Collection[str]) -> None:
-        """Compares, at each commit, the values that ranks with the same rows have computed; a collective call.
+        """Makes each commit compare the values that ranks with the same rows have computed; a collective call.
 
-        Parameters in the RAM tier of one of these ranks have no new values at the commit: they are compared when the
-        next forward gathers them.
+        A parameter that is in the RAM tier of some rank has no new values on storage at the commit. The values of such
+        a parameter are compared when the next forward gathers the parameter.
         """
         if self.exchange is None or self.layout.replicas == 1:
             return
@@ -107,17 +108,17 @@ class Sharding(RowsOfRank):
         store.compare([number for number, is_streamed in enumerate(streamed) if is_streamed])
 
     def retire_replicas(self) -> None:
-        """Removes the stores of dropped replicas; called when the run goes on."""
+        """Removes the stores of dropped replicas; called once all ranks have opened their stores."""
         if self.opening is not None:
             retire(self._left, self.opening)
 
     def use_local_rows(self, optimizer: torch.optim.Optimizer, undo: contextlib.ExitStack) -> None:
-        """Gives the optimizer this rank's rows in place of the model's parameters, with the rows of its state."""
+        """Replaces the optimizer's parameters by this rank's rows, and its state by this rank's rows of the state."""
         leaves = {id(one.leaf) for one in self._sharded.values()}
         for group in optimizer.param_groups:
             given = group["params"]
             undo.callback(group.__setitem__, "params", given)
-            # Leaves out parameters of which this rank has no rows.
+            # Leaves out each parameter of which this rank has no rows.
             group["params"] = [
                 self.local.get(id(one), one) for one in given if id(one) in self.local or id(one) not in leaves
             ]
@@ -133,11 +134,14 @@ class Sharding(RowsOfRank):
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All tensors that use the memory of this rank's rows: those of the model's parameters, and FSDP2's own."""
+        """All tensors that use the memory of this rank's rows: the parameters' local tensors, and FSDP2's tensors."""
         return [tensor for one in self._sharded.values() for tensor in one.held]
 
     def require_unaliased(self) -> None:
-        """Rejects rows whose tensor object other code holds; other checks find further tensors on the same memory."""
+        """Rejects a model if other code holds the tensor object of some rows.
+
+        Other checks find other tensors that use the memory of the rows.
+        """
         kept = held_for_good(self._sharded, lambda name: self._sharded[name].is_kept)
         if kept:
             raise shared_memory("the weight", kept)
@@ -149,7 +153,7 @@ class Sharding(RowsOfRank):
 
     @property
     def written(self) -> set[str]:
-        """The names of parameters whose rows this rank writes to a checkpoint; replicas divide this work among them."""
+        """The names of parameters whose rows this rank writes to a checkpoint. One replica writes each parameter."""
         return self.rows.keys() & set(self.order[self.layout.replica :: self.layout.replicas])
 
     @property
@@ -163,34 +167,35 @@ class Sharding(RowsOfRank):
         return {name: one.leaf.shape for name, one in self._sharded.items() if one.leaf.shape.numel()}
 
     def require_same_generators(self) -> None:
-        """Rejects different random states if ranks initialise whole parameters from meta; a collective call."""
+        """Rejects ranks with different random states if each rank initialises the model itself; a collective call."""
         if self.exchange is None or not any(one.leaf.is_meta for one in self._sharded.values()):
             return
         other = self.exchange.first_other(checksum_of(torch.get_rng_state()))
         if other is not None:
             raise ConfigError(
-                f"the model is on meta and initialised by each rank, and torch's generator of rank {other} is in "
-                "another state than that of rank 0: call torch.manual_seed() with the same number on each just before "
-                "offload(), or give weights="
+                "the model is on meta and initialised by each rank, but the state of torch's generator on rank "
+                f"{other} differs from the state on rank 0: call torch.manual_seed() with the same number on all ranks "
+                "just before offload(), or give weights="
             )
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Returns the model's parameter for some rows; any other tensor is returned as it is."""
+        """Returns the model's parameter to which the rows `parameter` belong. Returns any other tensor unchanged."""
         return parameter.sharded.leaf if isinstance(parameter, LocalParameter) else parameter
 
     def reshard(self) -> None:
-        """Frees gathered parameters that a forward without a backward left: the model then has sharded ones again."""
+        """Frees the gathered parameters that a forward without a backward left in the model."""
         for group in self._groups:
             group.module.reshard()
 
     # --- the run ---------------------------------------------------------------------------
 
     def install(self, residency: Residency, places: Mapping[str, Place], gradients: Any) -> None:
-        """Makes FSDP2 gather rows from storage, and passes on the gradients that it reduces.
+        """Makes FSDP2 gather rows from storage, and passes the gradients that FSDP2 reduces to `gradients`.
 
-        `places` has the places of this rank's rows, by parameter name. `gradients` handles each gradient.
+        `places` has the places of this rank's rows, by parameter name.
         """
-        # Weak, because torch keeps hooks where Python's garbage collector cannot see them.
+        # Keep a weak reference: Python's garbage collector does not see the hooks that torch holds, so a strong
+        # reference would keep `gradients` alive.
         self._gradients = weakref.ref(gradients)
         for group in self._groups:
             reduction = self._reduction_of(group)
@@ -205,9 +210,10 @@ class Sharding(RowsOfRank):
             group.settle()
 
     def require_exact(self) -> None:
-        """Rejects a step whose gradients could not be reduced in order.
+        """Rejects a step if its gradients cannot be reduced in order.
 
-        The reason is a divisor of FSDP2 that is not a power of two, or a module's collective that the user replaced.
+        A reason is that FSDP2's divisor is not a power of two. Another reason is that the user has replaced the
+        collective of a module.
         """
         if self.collectives is not None:
             for group in self._groups:
@@ -217,18 +223,21 @@ class Sharding(RowsOfRank):
             reduction.forward_begins()
 
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
-        """Makes FSDP2 gather and reduce a group through `Collectives`, whose errors name a rank that is gone."""
+        """Makes FSDP2 gather and reduce a group through `Collectives`, so that errors name a rank that is gone.
+
+        Returns None if torch adds the gradients in its own order.
+        """
         if self.collectives is None:
             return None
         module: Any = group.module
         module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
-            # torch itself adds the gradients of replicas, through the mesh's group.
+            # torch adds the gradients of all replicas, through the mesh's process group.
             module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
             return None
         reduction = OrderedReduction(group, self.collectives)
         module.set_custom_reduce_scatter(reduction)
-        # Makes torch divide the result, not the parts.
+        # Makes torch divide the reduced gradient, not the summands.
         module.set_force_sum_reduction_for_comms(enable=True)
         layout = self.layout
         if layout.replicas > 1:
@@ -242,7 +251,7 @@ class Sharding(RowsOfRank):
     def _on_reduced(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
         """Passes on a gradient that FSDP2 has reduced."""
         if leaf is not one.leaf:
-            # A user's hook returned another tensor, which torch rejects after the last hook.
+            # A user's hook returned another tensor than the parameter. torch raises an error after the last hook.
             return
         with self._alone():
             if self.collectives is not None:
@@ -253,7 +262,7 @@ class Sharding(RowsOfRank):
             total = None if reduction is None else reduction.take(one, gradients.accumulated_value)
             local = self.named.get(one.name)
             if local is None:
-                # This rank has no rows of the parameter, so its gradient is dropped.
+                # This rank has no rows of the parameter, so drop the gradient.
                 one.set_grad(None)
                 return
             gradients.on_sum(local, total)

@@ -8,7 +8,8 @@ measures gradients, `loss_scale` scales losses. `loop` detects the habits of the
 
 [Note: Gradient states] Each gradient is in one `GradientState`, and `_MOVES` lists all allowed transitions. `p.grad`
 decides: step() drops a gradient whose handle the user removed from `p.grad`, and uses a gradient that the user
-assigned. Sums, scaling and rounding keep torch's order. A read, a norm or a change that comes too late raises an error.
+assigned. Sums, scaling and rounding keep torch's order. If user code reads or changes a gradient that an update has
+already used, an error is raised.
 
 This package commits nothing (`session` does) and reads no weights (`params` does).
 """

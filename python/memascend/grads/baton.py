@@ -1,9 +1,9 @@
 """Runs the micro-batches of one call in threads; one thread computes at a time.
 
 [Note: Stages] A stage is one use of a streamed unit, in a forward or in a backward. `Recorder` records the path of
-each micro-batch through the units while they are computed one after the other; `StageOrder` merges these paths into one
-order of stages. `Baton` then always lets a micro-batch at the lowest stage compute, so that all micro-batches use a
-unit while it is in memory.
+each micro-batch through the units while micro-batches are computed one after the other. `StageOrder` merges these paths
+into one order of stages. `Baton` then always lets a micro-batch at the lowest stage compute. So all micro-batches use a
+unit while the unit is in memory.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StageOrder:
     """The order of stages, merged from the paths of earlier micro-batches; a stage is one use of a unit."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Merges the paths of micro-batches. A path may lack units, such as experts that its micro-batch skipped."""
+        """Merges the paths of micro-batches. Units that a micro-batch skips, such as experts, are not in its path."""
         self.units: list[int] = []
         distinct = Counter(tuple(path.units) for path in paths)
         for units in distinct:
@@ -120,8 +120,8 @@ class StageOrder:
             self._stages.setdefault(unit, []).append(stage)
         # By parameter name: the last stage at which its gradient arrived.
         self.arrivals: dict[str, int] = {}
-        # By use of a unit: the names of the parameters whose gradients arrived during that use; by None: before the
-        # first use.
+        # By use of a unit: the names of parameters whose gradients arrived during this use. By None: the names of
+        # parameters whose gradients arrived before the first use.
         self.brought: dict[int | None, set[str]] = {}
         for path in paths:
             stages = self._followed(path)
@@ -131,7 +131,7 @@ class StageOrder:
                 self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
 
     def next_stage(self, unit: int, stage: int) -> int | None:
-        """Returns the next stage after `stage` that uses `unit`, or None if no recorded path has one."""
+        """Returns the next stage after `stage` that uses `unit`, or None if no recorded path has such a stage."""
         stages = self._stages.get(unit, [])
         at = bisect_right(stages, stage)
         return stages[at] if at < len(stages) else None
@@ -146,7 +146,7 @@ class StageOrder:
 
 
 def _merged(first: list[int], second: list[int]) -> list[int]:
-    """Merges two orders into one that contains both; sequences in which both agree appear once."""
+    """Merges two orders of units into one. A sequence that is in both orders appears only once in the result."""
     if not first:
         return second
     merged: list[int] = []
@@ -164,7 +164,7 @@ _POLL_SECONDS = 0.1
 
 
 class _Abandoned(Exception):
-    """Unwinds a waiting micro-batch after another one has failed."""
+    """Unwinds a waiting micro-batch after another micro-batch has failed."""
 
 
 def _module_with(name: str, device: torch.device) -> Any:
@@ -178,7 +178,7 @@ class Generators:
 
     def __init__(self, device: torch.device) -> None:
         self._module = _module_with("get_rng_state", device)
-        # May differ from torch's current device.
+        # This device may differ from torch's current device.
         self._device = device
 
     def states(self) -> list[torch.Tensor]:
@@ -203,7 +203,7 @@ def same_states(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 class CallerStream:
     """The current stream of the thread that constructs this object. Gradients are summed on this stream.
 
-    Other streams may have computed the gradients: `take()` makes the caller's stream wait for them.
+    Other streams may have computed the gradients. `take()` makes the caller's stream wait for these streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -238,7 +238,7 @@ class CallerModes:
             if torch.is_autocast_enabled(kind)
         ]
         self._device = module = _module_with("current_stream", device)
-        # The second stream is that of torch's current device, which may differ from `device`.
+        # The second stream is the stream of torch's current device. That device may differ from `device`.
         self._streams = [] if module is None else [module.current_stream(device), module.current_stream()]
         # The bits of matrix products depend on the number of threads.
         self._threads = torch.get_num_threads()
@@ -309,7 +309,7 @@ class Baton:
         called in a micro-batch's thread before another micro-batch computes.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
-        # The lowest stage of the running micro-batches: each of them has reached this stage.
+        # The lowest stage of the running micro-batches. All running micro-batches have reached this stage.
         self.low: float = -1
         # True once a micro-batch has used units in an order that no earlier call has shown.
         self.left_known_order = False
@@ -327,8 +327,9 @@ class Baton:
     def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
         """Registers callbacks: `on_low` receives each stage that all micro-batches have reached.
 
-        If `may_run` is False for the chosen micro-batch at the lowest stage, the first running micro-batch computes
-        instead: its gradients never wait for those of another micro-batch.
+        `may_run` is called with a micro-batch at the lowest stage that would compute next. If `may_run` returns False,
+        the first running micro-batch computes instead, because the gradients of the first running micro-batch never
+        wait for gradients of another micro-batch.
         """
         self._on_low, self._may_run = on_low, may_run
 
@@ -338,7 +339,7 @@ class Baton:
         return self._of.get(threading.get_ident())
 
     def arrive(self, units: Iterable[CachedUnit]) -> None:
-        """Waits, before each stage that a use of `units` begins, until it is this micro-batch's turn."""
+        """Waits until it is this micro-batch's turn, before each stage that begins with the use of `units`."""
         own = self.here
         if own is None:
             return
@@ -379,14 +380,14 @@ class Baton:
             raise _Abandoned
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
-        """Computes all micro-batches; after all have ended, raises the error of the one that failed first."""
+        """Computes all micro-batches; after all have ended, raises the error of the first that failed."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
         begun, interrupted = False, None
         while not self._all_ended.is_set():
             try:
                 if not begun:
                     # A signal may interrupt `_start` after it has started the thread. The next round of this loop then
-                    # starts a second thread, which returns at once, since the first has taken `_unbegun`.
+                    # starts a second thread, which returns at once, because the first thread holds `_unbegun`.
                     _start(0, partial(self._begin, live, modes))
                     begun = True
                 self._all_ended.wait(_POLL_SECONDS)
@@ -399,9 +400,9 @@ class Baton:
             raise self._failure
 
     def _begin(self, live: Callable[[MicroBatch], None], modes: CallerModes) -> None:
-        """Starts a thread for each micro-batch but the first, and computes the first itself.
+        """Starts a thread for each micro-batch except the first; computes the first micro-batch in this thread.
 
-        Runs in a thread of its own: Python delivers signals to the main thread only.
+        Runs in a separate thread, because Python delivers signals only to the main thread.
         """
         if not self._unbegun.acquire(blocking=False):
             return
@@ -472,15 +473,15 @@ def _serve(work: Callable[[], None]) -> None:
 
 @functools.cache
 def _register() -> None:
-    """Registers `_wait_for_all` once, after the sessions' exit handlers: atexit runs the last registered one first."""
+    """Registers `_wait_for_all` once, after the sessions' exit handlers, so that atexit runs `_wait_for_all` first."""
     atexit.register(_wait_for_all)
 
 
 def _wait_for_all() -> None:
     """Waits, at exit, for the threads of interrupted calls.
 
-    Python ends a thread that requests the GIL while the interpreter shuts down. If that thread runs a backward, or
-    torch's call that empties the queue of an ending thread, the process aborts.
+    Python ends a thread that requests the GIL while the interpreter shuts down. The process aborts if that thread is
+    in a backward, or in the call with which torch empties the queue of an ending thread.
     """
     # The wait is bounded: a stage that never ends must not keep the process alive.
     until = time.monotonic() + _END_SECONDS

@@ -1,4 +1,4 @@
-"""Holds the gradient of one parameter from its arrival until its update, and begins that update.
+"""Holds the gradient of one parameter from its arrival until its update, and begins the update.
 
 See [Note: Gradient states] in `memascend.grads`.
 """
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from memascend.params.offloaded_param import Place
 
 
-# The maximum number of norms that `Gradient` takes of one gradient as it arrives; training loops use one or two kinds.
+# The maximum number of norms that `Gradient` takes of an arriving gradient. Training loops use one or two kinds of
+# norms.
 _NORMS_MAX = 4
-# torch's use count of memory that a single tensor uses: one for that tensor, one for the query.
+# torch's use count of memory that only one tensor uses: one for the tensor, and one for the query of the count.
 _STORAGE_USES = 2
 # torch's use count of a gradient that only autograd owns during accumulation: one each for autograd's buffer,
 # autograd's call, the dispatcher and Python.
@@ -39,26 +40,27 @@ _TENSOR_USES = 4
 class GradientState(Enum):
     """Where a gradient is, and whether an update that uses it is staged."""
 
-    # No gradient, or a gradient in memory that no staged update uses. In NONE and MEMORY_STAGED, `p.grad` has no
-    # handle.
+    # There is no gradient, or the gradient is in memory and no staged update uses it. In NONE and MEMORY_STAGED,
+    # `p.grad` is not a handle.
     NONE = (0, "")
-    # In memory; step() has staged the update and has not committed.
+    # The gradient is in memory. step() has staged the update, but has not committed it.
     MEMORY_STAGED = (1, "staged")
-    # On storage, until step() uses it.
+    # The gradient is on storage until step() uses it.
     STORED = (2, "stored")
-    # On storage; the update that uses it is staged.
+    # The gradient is on storage. The update that uses it is staged.
     STORED_STAGED = (3, "stored staged")
-    # On storage; the update that uses it has begun before step(), as if step() changed no gradient. `confirm()` makes
-    # the update a part of the step. Any other move discards the update; unless it is "drop", the gradient stays on
-    # storage.
+    # The gradient is on storage. Its update has begun before step(), which is right only if step() changes no gradient.
+    # `confirm()` makes the update a part of the step. All other moves discard the update. The move "drop" also drops
+    # the gradient; after any other move the gradient is still on storage.
     EARLY = (4, "stored early")
-    # Used up by a staged update: only the gradient's measure is left (its squared norm, and whether it is finite).
+    # A staged update has used up the gradient. Only the measure is left: the squared norm, and whether all values are
+    # finite.
     TAKEN = (5, "staged")
-    # Used up by an update whose step is over, committed or skipped for an overflow.
+    # An update has used up the gradient, and the step has ended: it was committed, or skipped because of an overflow.
     SPENT = (6, "")
 
     # The code hashes states and reads their flags many times per parameter and step. Enum's own `__hash__` is a slow
-    # Python function; for the same reason, the flags are attributes instead of properties.
+    # Python function. Properties would be slow, too, so the flags are attributes.
     __hash__ = object.__hash__
 
     def __init__(self, _: int, is_so: str) -> None:
@@ -105,9 +107,9 @@ def shares_memory(values: torch.Tensor) -> bool:
 
 
 def _is_shared(values: torch.Tensor) -> bool:
-    """True if user code may hold `values`, the summand of a stored gradient, and write to them during the addition.
+    """True if user code may hold `values`, and may write to `values` while they are added to a stored gradient.
 
-    `backward(gradient=mine)` delivers `mine` itself if no operation in between makes a new tensor.
+    For example, `backward(gradient=mine)` delivers `mine` itself as a gradient if no operation makes a new tensor.
     """
     if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
         return True
@@ -119,13 +121,13 @@ def is_user_memory(values: torch.Tensor, *, shared: bool) -> bool:
 
     A gradient that autograd makes is not a view, and its memory can be resized. Accumulation into an existing gradient
     raises the version counter of that gradient. Other code seldom writes to shared memory, so a raised counter of
-    shared memory is taken as a sign of such an accumulation.
+    shared memory is taken as a sign that autograd has accumulated into the user's tensor.
     """
     return values._is_view() or not values.untyped_storage().resizable() or (shared and values._version > 0)  # noqa: SLF001
 
 
 class Gradient:
-    """The gradient of one parameter: its state, the update by it, and the handle in `p.grad`."""
+    """The gradient of one parameter: its state, its update, and its handle in `p.grad`."""
 
     def __init__(self, gradients: Gradients, place: Place, rule: Rule, step: int) -> None:
         """`rule` makes the updates; `step` is the number of committed updates of the parameter."""
@@ -143,7 +145,7 @@ class Gradient:
         # `options`: the parameter group's options in the staged update. `deferred`: the next step makes this update.
         self.options: Any = None
         self.deferred = False
-        # The factor by which the update that began early multiplies the gradient.
+        # The factor by which an update that began early multiplies the gradient.
         self._scale = 1.0
         # The measure of a gradient that an update has used up.
         self.found: Measure | None = None
@@ -152,8 +154,8 @@ class Gradient:
         self._asked: list[Operation] = []
         self.expected: tuple[Operation, ...] = ()
         self._norms: list[tuple[Operation, torch.Tensor]] = []
-        # True if one backward delivers the gradient in several pieces (nested graph tasks): its update waits for
-        # step().
+        # True if one backward delivers the gradient in several pieces, because a backward runs inside another backward.
+        # The update then waits for step().
         self.in_pieces = False
         # The gradient in memory that a step used, and its version. The reference is weak: user code may free the
         # tensor.
@@ -193,7 +195,7 @@ class Gradient:
     def _spill(self, move: Move, gradient: torch.Tensor, *, add: bool = False) -> None:
         after, engine = self._after(move), self._gradients.engine
         engine.spill(self.name, gradient, add=add)
-        # Queues the update that the last step deferred for this parameter, unless it was made already.
+        # Queues the update that the last step deferred for this parameter, unless the engine has already made it.
         engine.settle_later(self.name)
         self.state = after
 
@@ -204,7 +206,7 @@ class Gradient:
         """
         gradients = self._gradients
         mode, whole = gradients.loop.mode, whole and not self.in_pieces
-        # The strides that `p.grad` would have: autograd gives a gradient the strides of its parameter.
+        # Give `values` the strides that `p.grad` would have: autograd gives a gradient the strides of its parameter.
         values = self.laid_out(values)
         if whole and mode != "fused" and not gradients.loop.adds_up:
             # Take the norms before the copy below: on a GPU the bits of a norm depend on the gradient's address.
@@ -220,16 +222,17 @@ class Gradient:
             self.store(values)
 
     def use_stored(self) -> None:
-        """Begins the update by the whole gradient on storage, unless the update waits for step()."""
+        """Begins the update, unless it waits for step(). The update uses the whole gradient on storage."""
         if self._gradients.loop.mode == "fused":
             self.stage(1.0)
         else:
             self.begin()
 
     def stage(self, factor: float, gradient: torch.Tensor | None = None, *, factors: Sequence[float] = ()) -> None:
-        """Stages the update by `gradient`, multiplied by `factor`, or defers it to the next step.
+        """Stages the update, or defers it to the next step.
 
-        If `gradient` is None, the update uses the gradient on storage, first multiplied by each of `factors` in turn.
+        The update multiplies `gradient` by `factor`. If `gradient` is None, the update uses the gradient on storage,
+        and first multiplies this gradient by each of `factors`, in order.
         """
         if not self._defer(gradient, factor, factors):
             self._begin("stage", gradient, factor, factors)
@@ -251,10 +254,11 @@ class Gradient:
         return True
 
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
-        """Begins the update before step(), by the gradient on storage, or by `gradient`, which is then also stored.
+        """Begins the update before step().
 
-        Returns False if no update begins; `gradient` is then not stored. If a user's error is the reason, step() raises
-        it, unless the user corrects it first.
+        The update uses `gradient`, which is also stored. If `gradient` is None, the update uses the stored gradient.
+        Returns False if no update begins; then `gradient` is not stored. If a mistake of the user is the reason, step()
+        raises the error, unless the user corrects the mistake before step().
         """
         if self.name in self._gradients.behind or not self._gradients.speculation.may_begin(self.name):
             return False
@@ -334,7 +338,7 @@ class Gradient:
         options = self.rule.update(engine, self.step, scale, gradient, factors=factors, values=values, early=early)
         if options is None:
             return False
-        # Set the state only after `update()`: if `update()` raises, the update is no part of the step.
+        # Set the state only after `update()`: if `update()` raises, the update is not a part of the step.
         self.options, self.deferred, self.state = options, False, after
         return True
 
@@ -351,14 +355,14 @@ class Gradient:
 
     def _install_handle(self) -> None:
         place = self.place
-        # The handle has only a weak reference to this object. A strong one would be a leak: Python's garbage collector
-        # does not see torch's reference from the parameter to `grad`.
+        # The handle has only a weak reference to this object. A strong reference would be a leak, because Python's
+        # garbage collector does not see torch's reference from the parameter to `grad`.
         of = (weakref.ref(self), self.dropped, self.name)
         self.handle = GradientHandle(place.shape, place.stride, place.dtype, place.device, of)
         self.put(self.handle)
 
     def is_handle(self, values: torch.Tensor | None) -> bool:
-        """True if `values` is `self.handle`, or another handle of this gradient, which then becomes `self.handle`."""
+        """True if `values` is a handle of this gradient; `values` then becomes `self.handle`."""
         if values is not self.handle and isinstance(values, GradientHandle) and values.is_of(self):
             self.handle = values
         return values is self.handle
@@ -372,7 +376,7 @@ class Gradient:
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns `values` materialized, in the parameter's strides; without a copy if nothing has to change."""
+        """Returns the values of a gradient in memory, in the parameter's strides; makes a copy only if necessary."""
         if isinstance(values, GradientHandle):
             values = values.gradient.materialize()
         values = values.detach()
@@ -383,7 +387,10 @@ class Gradient:
         self._given = WeakValues(self.place, values)
 
     def require_own(self) -> None:
-        """Raises UsageError if other code holds the gradient's original memory and would expect the change there."""
+        """Raises UsageError if other code still holds the memory in which the gradient arrived.
+
+        The caller changes the gradient, and the change would not reach that memory.
+        """
         if self._given is not None and self._given.checksum() is not None:
             self._refuse_given("In plain training this change would reach that memory, but here it would not")
 
@@ -395,7 +402,9 @@ class Gradient:
         if now is None:
             self._given = None
         elif now != self._given.seen:
-            self._refuse_given("That memory was written to since, and storage has the gradient as it arrived")
+            self._refuse_given(
+                "That memory was written to after the gradient arrived, but the gradient on storage did not change"
+            )
 
     def _refuse_given(self, what: str) -> NoReturn:
         raise UsageError(
@@ -417,9 +426,10 @@ class Gradient:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
 
     def factors(self) -> tuple[float, ...] | None:
-        """Returns the operations as fp32 factors: multiply in fp32 by each, in order, then round to the dtype.
+        """Returns the recorded operations as fp32 factors; None if torch would compute another result with factors.
 
-        Returns None if torch would compute another result: the update then uses `materialize()`.
+        The update multiplies the gradient in fp32 by each factor, in order, and then rounds to the dtype. If
+        `factors()` returns None, the update uses the result of `materialize()`.
         """
         place, factors = self.place, []
         for operation in self.operations:
@@ -433,7 +443,7 @@ class Gradient:
         """Returns the present value of the gradient in new memory, without a call of `noticed()`."""
         if self.fused:
             raise UsageError(
-                f"the gradient of {self.name} is gone, the update already used it: "
+                f"the gradient of {self.name} is gone, because the update already used it: "
                 "pass gradients='ssd' to offload() to read gradients before step()"
             )
         if self.operations and self.operations[0].overwrites:
@@ -464,11 +474,11 @@ class Gradient:
         self.operations.clear()
 
     def require_open(self) -> None:
-        """Raises UsageError if an update used this gradient or its sum is complete: no further summand is allowed."""
+        """Raises UsageError if nothing may be added to this gradient: its sum is complete, or an update has used it."""
         self._gradients.require_in_order(self)
         if self.fused:
             raise UsageError(
-                f"a second gradient for {self.name}, whose update already used the first: call step() and "
+                f"a second gradient arrived for {self.name}, but the update already used the first: call step() and "
                 "zero_grad() after each backward, or pass accumulation_steps= or gradients='ssd' to offload()"
             )
 
@@ -483,7 +493,7 @@ class Gradient:
             self._gradients.add(self, values.clone() if _is_shared(values) else values, summed=False)
 
     def replace_by_sum(self, total: torch.Tensor) -> None:
-        """Replaces the gradient by `total`, its sum with another gradient, which the caller computed."""
+        """Replaces the gradient by `total`. The caller computed `total` as the sum of this gradient and another one."""
         self.require_open()
         if self.operations:
             self.assign(total)
@@ -493,9 +503,9 @@ class Gradient:
     # --- its norm ---------------------------------------------------------------------
 
     def measure(self) -> Measure:
-        """Returns whether the gradient has a non-finite value, and its squared norm; reads no gradient.
+        """Returns whether the gradient has a non-finite value, and its squared norm; does not read the gradient.
 
-        Requires a handle in `p.grad`. Scalar arithmetic on a stored gradient, such as clipping, counts as factors.
+        `p.grad` must be a handle. Recorded scalar arithmetic, such as clipping, multiplies the squared norm.
         """
         if not self.state.stored:
             return self._measured()
@@ -505,7 +515,7 @@ class Gradient:
         return bad, rounded(squared) * math.prod((*factors, *factors)) if factors else squared
 
     def numbers(self) -> Numbers:
-        """Returns whether the gradient has a non-finite value, and its squared norm, without recorded operations."""
+        """Returns whether the gradient has a non-finite value, and its squared norm; ignores recorded operations."""
         return self._gradients.norms.read([self._measured()])[0]
 
     def _measured(self) -> Measure:
@@ -519,7 +529,8 @@ class Gradient:
             return
         kind = gradient.device.type
         autocast = torch.is_autocast_enabled(kind)
-        # The loop takes its norms outside of the backward, with autocast off: autocast would change their dtype.
+        # A training loop takes norms outside of the backward, with autocast off. Turn autocast off here, too, because
+        # autocast would change the dtype of the norms.
         torch.set_autocast_enabled(kind, False)
         try:
             self._norms = [(operation, operation.apply(gradient)) for operation in self.expected]
@@ -527,7 +538,7 @@ class Gradient:
             torch.set_autocast_enabled(kind, autocast)
 
     def norm_by(self, operation: Operation) -> torch.Tensor | None:
-        """Returns the norm that `operation` computes if it was taken as the gradient arrived; None otherwise.
+        """Returns the norm that `operation` computes if this norm was taken as the gradient arrived; None otherwise.
 
         Records the request: from the next step on, this norm is taken of each arriving gradient.
         """

@@ -52,7 +52,7 @@ class Gradients:
     """The gradients of a run: used in the backward ("fused"), or kept until step() on storage or in memory."""
 
     engine: Engine  # stores gradients and makes updates
-    units: CachedUnits | None  # updates use the values that it has cached; None: updates read values from storage
+    units: CachedUnits | None  # has cached values, which updates use; None if updates read values from storage
     ram_tier: Container[str]  # names of the RAM tier's parameters; the plan has memory for one waiting gradient of each
     scale: LossScale  # scales losses; if it is enabled, every backward must begin within `scaled()`
     loop: Loop  # the detected habits of the training loop
@@ -61,12 +61,12 @@ class Gradients:
     residency: Residency  # the parameters' units in memory
 
     def __post_init__(self) -> None:
-        # By parameter name, in the order of the parameters.
+        # The gradients, by parameter name, in the order of the parameters.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
         # Names of parameters whose updates may be deferred to the next step: the store has room for that.
         self.deferrable: frozenset[str] = frozenset()
-        # Names of parameters whose updates the last step deferred to this one.
+        # Names of parameters whose updates the last step deferred to the present step.
         self.behind: set[str] = set()
         # Whether this step defers updates.
         self._defers = False
@@ -82,7 +82,8 @@ class Gradients:
         self._of: dict[int, Gradient] = {}
         # By parameter name: the value of `backwards.count` when its gradient last arrived.
         self._arrival_backward: dict[str, int] = {}
-        # torch holds hooks where Python's collector does not look: a strong reference would keep this object alive.
+        # A weak reference, because Python's garbage collector does not see the hooks that torch holds: a strong
+        # reference would keep this object alive.
         weak = weakref.WeakMethod(self._on_gradient)
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -115,7 +116,7 @@ class Gradients:
     # --- arrival ---------------------------------------------------------------------
 
     def _on_gradient(self, parameter: torch.Tensor, *, assigned: bool = False) -> None:
-        """Handles an accumulated gradient; `assigned`: it was added to a tensor that `p.grad` already had."""
+        """Handles an accumulated gradient; `assigned`: it was added to a tensor that was already in `p.grad`."""
         began = time.perf_counter()
         gradient = self._of.get(id(parameter))
         if gradient is None:
@@ -137,9 +138,10 @@ class Gradients:
         self.residency.units.look_ahead()
 
     def on_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
-        """Handles a gradient that FSDP2 has reduced: `p.grad`, or `total` if earlier rounds left one in `p.grad`.
+        """Handles a gradient that FSDP2 has reduced.
 
-        `total` is the sum of that earlier gradient and the newly reduced gradient.
+        If `total` is None, `p.grad` is the reduced gradient. Otherwise `p.grad` is the gradient of earlier backwards,
+        and `total` is the sum of `p.grad` and the reduced gradient.
         """
         if total is not None:
             with torch.no_grad():
@@ -151,7 +153,7 @@ class Gradients:
         self._on_gradient(parameter, assigned=total is not None)
 
     def accumulated_value(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-        """Returns the values of gradient `before`, to which the caller adds another gradient; None unless `needed`."""
+        """Returns the values of gradient `before`, to which the caller adds another gradient; None if not `needed`."""
         if isinstance(before, GradientHandle):
             before.gradient.require_open()
             return before.gradient.materialize() if needed else None
@@ -169,13 +171,13 @@ class Gradients:
             return
         if values.requires_grad:
             raise UsageError(
-                f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which cannot be "
-                'kept: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
+                f"backward(create_graph=True) leaves a graph on the gradient of {gradient.name!r}, which offload() "
+                'cannot store: take gradients by torch.autograd.grad(..., create_graph=True), or pass gradients="ram"'
             )
         shared = shares_memory(values)
         own_rows = isinstance(gradient.place.parameter, LocalParameter)
         if lasting or (not own_rows and is_user_memory(values, shared=shared)):
-            # User code may read or write this tensor at any time, so the tensor stays in `p.grad`, as with "ram".
+            # User code may read or write this tensor at any time, so the tensor stays in `p.grad`.
             return
         if shared and not own_rows:
             # The memory belongs to other gradients, too, or to a tensor that user code passed to backward(gradient=)
@@ -187,12 +189,12 @@ class Gradients:
         gradient.use(values, whole=last, shared=shared)
 
     def expect_clipping(self) -> None:
-        """Expects torch's `clip_grad_norm_` before the first step: the loop is known to clip."""
+        """Makes gradients take the norm of `clip_grad_norm_` from the first step on: the loop is known to clip."""
         for gradient in self.by_name.values():
             gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """Handles `values`, the sum over all micro-batches of a call; `whole`: this step adds nothing to the sum."""
+        """Handles `values`, the sum over all micro-batches of a call; `whole`: the step adds nothing more to it."""
         self._note_arrival(gradient)
         if self.loop.mode == "ram":
             gradient.put(values)
@@ -209,9 +211,12 @@ class Gradients:
         return self._defers and gradient.name in self.deferrable
 
     def catch_up(self) -> None:
-        """Makes and commits the updates that the last step deferred; call it before staging for their parameters."""
+        """Makes and commits the updates that the last step deferred.
+
+        Must be called before another update of one of these parameters is staged.
+        """
         if self.engine.is_behind:
-            # Reads of units in flight return values of the commit that `catch_up()` replaces.
+            # Drop the reads in flight: they return values of the commit that `catch_up()` replaces.
             self.residency.units.drop_reads()
             self.engine.catch_up()
         self.behind.clear()
@@ -228,7 +233,7 @@ class Gradients:
         self.fresh = True
 
     def _note_step(self, *, unchanged: bool) -> None:
-        """Ends a committed or skipped step; `unchanged` as for `Speculation.step_ended`."""
+        """Ends a committed or skipped step; `unchanged`: its updates used the gradients as they arrived."""
         self.speculation.step_ended(unchanged=unchanged)
         self.fresh = False
         self.backwards.restart()
@@ -248,9 +253,9 @@ class Gradients:
             self.residency.stages.require_open(gradient)
 
     def add(self, gradient: Gradient, values: torch.Tensor, *, summed: bool) -> None:
-        """Adds `values` to a stored gradient that no update has used; callers check that with `require_open()`.
+        """Adds `values` to a stored gradient; callers have checked by `require_open()` that no update has used it.
 
-        `summed`: `values` already is the sum of the stored gradient and the new one.
+        `summed`: `values` already is the sum of the stored gradient and the new gradient.
         """
         inside = self.backwards.inside()
         if inside:
@@ -260,7 +265,8 @@ class Gradients:
         if again:
             gradient.expect_pieces()
         else:
-            # Backwards inside `expecting()` count as the loop's accumulation only if the gradient arrived before them.
+            # Backwards inside `expecting()` count as the loop's accumulation only if the gradient had already arrived
+            # before the `expecting()` block.
             if self.backwards.before is None or brought < self.backwards.before:
                 self.loop.notice("accumulation")
             if self.loop.mode == "fused":
@@ -280,20 +286,23 @@ class Gradients:
         self._left = [(gradient, weakref.ref(values)) for gradient, values in left if values is not None]
 
     def require_no_failure(self) -> None:
-        """After a failed backward, drops all gradients; raises UsageError if `p.grad` still has one of them."""
+        """Drops all gradients if the last backward failed.
+
+        Raises UsageError if a `p.grad` still has a gradient from the failed backward.
+        """
         if not self.backwards.failed:
             return
         for gradient, left in self._left:
             values = gradient.values
             if values is not None and (values is left() or gradient.is_handle(values)):
                 raise UsageError(
-                    f"the last backward failed, and {gradient.name!r} has a gradient of it that may be incomplete: "
-                    "call zero_grad()"
+                    f"the last backward failed, so the gradient of {gradient.name!r} may be incomplete: call "
+                    "zero_grad()"
                 )
         self.drop_all()
 
     def drop_all(self) -> None:
-        """Drops all gradients that arrived and all staged updates; leaves `p.grad` alone."""
+        """Drops all gradients that arrived and all staged updates; does not change `p.grad`."""
         if self.fresh or self.backwards.failed or any(gradient.state.begun for gradient in self.by_name.values()):
             self.engine.discard()
         for gradient in self.by_name.values():
@@ -304,13 +313,14 @@ class Gradients:
         self.backwards.forget_failure()
 
     def begin_backward(self) -> None:
-        """Checks that a backward, or a call that makes several, may begin, and prepares for it."""
+        """Checks that a backward may begin, and prepares for it.
+
+        An `accumulate()` that computes by layer calls this function once, before the first of its backwards.
+        """
         self.require_no_failure()
         begin_heap_backward()
         if self.scale.enabled and not self._scaled:
-            raise UsageError(
-                "loss.backward() leaves out the loss scale: begin the backward by optimizer.backward(loss)"
-            )
+            raise UsageError("loss.backward() leaves out the loss scale: call optimizer.backward(loss) instead")
         if self.backwards.count and self.loop.mode == "fused":
             every = self.by_name.values()
             if not any(one.handle is not None and one.is_handle(one.values) for one in every):
@@ -336,7 +346,7 @@ class Gradients:
                 gradient.expect_pieces()
 
     def all_grads_removed(self) -> bool:
-        """True if something is staged and every `p.grad` is None, as `model.zero_grad()` leaves it."""
+        """True if something is staged and every `p.grad` is None, as after `model.zero_grad()`."""
         return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
     def is_staged(self) -> bool:
@@ -351,7 +361,7 @@ class Gradients:
     # --- the step --------------------------------------------------------------------
 
     def present(self) -> Present:
-        """Returns the gradients of this step, each with `p.grad`; drops a gradient whose handle was removed.
+        """Returns the gradients of this step, each with its `p.grad`; drops gradients whose handle was removed.
 
         If any gradient is present, a parameter without a gradient gets zeros if its optimizer updates such parameters.
         """
@@ -365,7 +375,7 @@ class Gradients:
             if gradient.handle is not None and not gradient.is_handle(values):
                 gradient.drop()
             elif gradient.state is GradientState.MEMORY_STAGED:
-                # A step that failed staged this update by a gradient in memory, which may have changed since.
+                # A step has staged this update and then failed. The gradient in memory may have changed since.
                 gradient.unstage()
             gradient.require_unwritten()
             if values is not None:
@@ -406,8 +416,8 @@ class Gradients:
                 continue
             if gradient.state is GradientState.SPENT:
                 raise UsageError(
-                    f"the gradient of {gradient.name!r} was used by the last step and is gone, and this one needs it: "
-                    'call zero_grad() after each step, or pass gradients="ssd"'
+                    f"the last step used up the gradient of {gradient.name!r}, so this step cannot use it again: call "
+                    'zero_grad() after each step, or pass gradients="ssd" to offload()'
                 )
             factors = gradient.factors()
             self._unchanged = self._unchanged and not gradient.is_changed
@@ -416,8 +426,8 @@ class Gradients:
                 continue
             changed = gradient.materialize()
             if gradient.name in self.ram_tier or self.defers(gradient):
-                # Replaces the stored gradient: memory is planned for one gradient of each parameter, and a commit that
-                # defers the update refers to the gradient on storage.
+                # Replace the stored gradient, because memory is planned for one gradient of each parameter. Also, a
+                # commit that defers the update refers to the gradient on storage.
                 gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)
@@ -443,14 +453,14 @@ class Gradients:
             return False
         if not is_same:
             raise UsageError(
-                f"options of {gradient.name!r} changed between backward and step(), from {gradient.options} to {now}: "
-                'its update ran already; change them after step(), or pass gradients="ssd"'
+                f"options of {gradient.name!r} changed between backward and step(), from {gradient.options} to {now}, "
+                'but its update already used the old options: change options after step(), or pass gradients="ssd"'
             )
         return True
 
     def _stage(self, gradient: Gradient, values: torch.Tensor, factor: float) -> None:
         gradient.stage(factor, values)
-        # Measure the gradient while the engine's thread updates the parameter: both threads only read the gradient.
+        # Measure the gradient while the engine's thread updates the parameter: the two threads only read the gradient.
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:
@@ -511,7 +521,8 @@ class Gradients:
         present = [(gradient, values) for gradient, values in every if values is not None]
         if any(gradient.is_handle(values) and not gradient.state.stored for gradient, values in present):
             raise UsageError(
-                'zero_grad(set_to_none=False) would leave zeros where an update ran already: pass gradients="ssd"'
+                "zero_grad(set_to_none=False) cannot zero gradients that an update has already used: leave out "
+                'set_to_none=False, or pass gradients="ssd" to offload()'
             )
         for gradient, values in present:
             in_memory = not gradient.is_handle(values)
@@ -522,10 +533,10 @@ class Gradients:
             if in_memory and values.grad_fn is not None:
                 values.detach_()
             elif in_memory:
-                # As in torch's own `zero_grad()`: `detach_()` rejects views.
+                # torch's own `zero_grad()` does this, too, because `detach_()` raises an error for a view.
                 values.requires_grad_(False)
             values.zero_()
-            # step() updates with the zeros: moments decay, and with weight decay so do weights.
+            # step() uses the zeros in updates: moments decay, and weights decay if the optimizer has weight decay.
             self.fresh = True
         backwards.forget_failure()
 

@@ -1,4 +1,4 @@
-"""Defines the handle that `p.grad` holds for a gradient that is on storage or used up; records arithmetic on it."""
+"""Defines the handle that `p.grad` holds for a gradient that is on storage or used up, and records arithmetic."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 _CHANGE = "a change of gradients, as by clipping"
-# How many operations a handle records before it applies them to the stored gradient. The bound is needed because a
-# training loop may scale gradients any number of times without a step.
+# The maximum number of recorded operations of a gradient. If there are more, all of them are applied to the stored
+# gradient. The bound is needed because a training loop may scale gradients any number of times without a step.
 OPERATIONS_MAX = 64
 # Operations that read only the shape and dtype of their arguments.
 _SHAPE_ONLY = frozenset((
@@ -34,8 +34,8 @@ _SHAPE_ONLY = frozenset((
 
 def _refuse_memory(handle: GradientHandle, what: str) -> NoReturn:
     raise UsageError(
-        f"{what} needs the memory of {handle.gradient.name}'s gradient, which is kept elsewhere: "
-        "take p.grad.clone(), or pass gradients='ram' to offload()"
+        f"{what} needs the memory of {handle.gradient.name}'s gradient, which is not in memory: "
+        "use p.grad.clone(), or pass gradients='ram' to offload()"
     )
 
 
@@ -47,7 +47,7 @@ def _refusing(what: str) -> Any:
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient without its bytes, as a tensor for `p.grad`."""
+    """A tensor in `p.grad` that stands for a gradient; the gradient's bytes are not in memory."""
 
     # The gradient; the number of gradients of the parameter that were dropped before this handle was made; the
     # parameter's name.
@@ -74,12 +74,12 @@ class GradientHandle(torch.Tensor):
 
     @property
     def gradient(self) -> Gradient:
-        """The handle's gradient; raises UsageError if it was dropped."""
+        """The handle's gradient; raises UsageError if the gradient was dropped."""
         gradient = self.of[0]()
         if gradient is None or not self.is_of(gradient):
             raise UsageError(
                 f"this gradient of {self.of[2]} was dropped, by zero_grad() or because p.grad was replaced: "
-                "take p.grad.clone() before, which lasts"
+                "to keep its values, call p.grad.clone() before that"
             )
         return gradient
 
@@ -98,7 +98,7 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         """Executes each operation of torch that has a handle among its arguments."""
         if torch.is_inference_mode_enabled():
-            # Code outside of inference mode cannot write to a tensor that was made in that mode.
+            # Leave inference mode, because later code outside of it cannot write to a tensor that was made inside.
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         options = kwargs or {}
@@ -119,7 +119,7 @@ class GradientHandle(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Another handle of the same gradient, as torch's `.data`; assigning to it changes the gradient."""
+        """Another handle of the same gradient, like torch's `.data`. Assigning to `.data` changes the gradient."""
         return self.detach()
 
     @data.setter
@@ -131,7 +131,7 @@ class GradientHandle(torch.Tensor):
         return self.gradient.read().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Returns a plain tensor: a copy is not the gradient of a parameter."""
+        """Returns a plain tensor, because a copy is not the gradient of a parameter."""
         if id(self) not in memo:
             memo[id(self)] = self.gradient.read()
         copy: Tensor = memo[id(self)]
@@ -147,7 +147,8 @@ class GradientHandle(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
-    # These calls raise an error: a pickled handle would have no store, and a handle has no memory that they could use.
+    # These calls raise an error. A pickled handle would have no store. All other calls need memory, and a handle has no
+    # memory.
     __reduce_ex__ = _refusing("pickling")
     __array__ = _refusing("numpy")
     __dlpack__ = _refusing("dlpack")
@@ -224,7 +225,10 @@ def _each(
     options: dict[str, Any],
     one: Callable[[GradientHandle, Operation], Any],
 ) -> Any:
-    """Calls `one` for each handle of a list, so that one gradient at a time is in memory; runs `func` on the others."""
+    """Calls `one` for each handle in a list, so that only one gradient at a time is in memory.
+
+    Runs `func` on the tensors in the list that are not handles.
+    """
     first, rest = args[0], args[1:]
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
     if isinstance(first, GradientHandle):
@@ -242,7 +246,7 @@ def _each(
     plain = [index for index in range(count) if not isinstance(first[index], GradientHandle)]
     results: list[Any] = [None] * count
     if plain:
-        # Other lists of the call may contain handles.
+        # Use `_through_copies()`, because other lists of the call may contain handles.
         done = _through_copies(func, ([first[index] for index in plain], *part(plain)), options, [])
         for index, result in zip(plain, done or [], strict=False):
             results[index] = result
@@ -273,15 +277,15 @@ def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
         dimensions, keep, dtype = None, False, operation.arguments[1] if len(operation.arguments) > 1 else dtype
     if order != 2 or dimensions or keep:
         raise UsageError(
-            f"of the gradient of {gradient.name} only the 2-norm is left, the update already used it: "
-            "pass gradients='ssd' to offload()"
+            f"only the 2-norm of the gradient of {gradient.name} is left, because the update already used it: "
+            "pass gradients='ssd' to offload() for other norms"
         )
     norm = torch.tensor(norm_of(gradient.numbers()[1]), dtype=torch.float64, device="cpu")
     return norm.to(handle.device, dtype or handle.dtype)
 
 
 def _overwrite(handle: GradientHandle, source: Tensor) -> None:
-    """Replaces the gradient by `source`, converted as `copy_` does."""
+    """Replaces the gradient by `source`; converts `source` as torch's `copy_` does."""
     gradient = handle.gradient
     gradient.noticed(_CHANGE)
     if gradient.fused:
@@ -304,22 +308,22 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
     gradient.noticed("a GradScaler")
     if gradient.fused:
         raise UsageError(
-            f"GradScaler comes too late for the gradient of {gradient.name}, the update already used it: "
-            "pass loss_scale= to offload() and call optimizer.backward(loss), or gradients='ssd'"
+            f"GradScaler comes too late for the gradient of {gradient.name}, because the update already used it: "
+            "pass loss_scale= to offload() and call optimizer.backward(loss), or pass gradients='ssd'"
         )
     found: Tensor = operation.arguments[0]
     if gradient.operations:
         operation.apply(gradient.materialize())
     elif gradient.numbers()[0]:
         found.fill_(1.0)
-    # The replay sets a flag of its own, which no code reads.
+    # The replay of this operation sets a separate flag, which no code reads.
     own = (torch.zeros_like(found), *operation.arguments[1:])
     _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
 
 def _append(gradient: Gradient, operation: Operation) -> None:
-    # `changes_nothing()` waits for the GPU if a number is on it. So call it for such a number only if the operation
-    # would be rejected otherwise; else every clipping would wait.
+    # `changes_nothing()` waits for the GPU if an argument is on the GPU. For such an argument, call `changes_nothing()`
+    # only if the operation would otherwise be rejected. So clipping does not always wait for the GPU.
     if (gradient.fused or not operation.is_on_gpu) and operation.changes_nothing():
         return
     if gradient.fused:
@@ -334,12 +338,12 @@ def _append(gradient: Gradient, operation: Operation) -> None:
 def _refuse_change(gradient: Gradient, name: str) -> NoReturn:
     if name == "zero_":
         raise UsageError(
-            f"zero_grad(set_to_none=False) would leave a zero gradient for {gradient.name} to the next step, "
-            "but gradients='fused' keeps none: leave set_to_none=True, or pass gradients='ssd' to offload()"
+            f"zero_grad(set_to_none=False) would keep a zero gradient for {gradient.name} until the next step, "
+            "but gradients='fused' keeps no gradients: use set_to_none=True, or pass gradients='ssd' to offload()"
         )
     raise UsageError(
-        f"{name}() comes too late for the gradient of {gradient.name}, the update already used it: "  # noqa: S608
-        "pass max_grad_norm= to offload() (and set the Trainer's to 0), or gradients='ssd'"
+        f"{name}() comes too late for the gradient of {gradient.name}, because the update already used it: "  # noqa: S608
+        "pass max_grad_norm= to offload() (and set max_grad_norm of a Trainer to 0), or pass gradients='ssd'"
     )
 
 
@@ -353,7 +357,8 @@ def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
         addition = Operation(operation.function, name, (argument,), listed=operation.listed)
         handle.gradient.accumulate(addition, gradient)
     elif name == "copy_" and isinstance(values[0], GradientHandle) and values[0].of == handle.of:
-        # A copy onto itself, as by a module's `.cpu()` that moves nothing; this is allowed on a used gradient, too.
+        # A copy of the gradient onto itself, for example by a module's `.cpu()` that moves nothing. Such a copy is also
+        # allowed if an update has used the gradient.
         pass
     elif name == "copy_":
         _overwrite(handle, _plain(values[0]))
@@ -388,7 +393,7 @@ def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: 
         _unscale(handle, Operation(func, UNSCALE, (found, inverse), listed=True))
 
 
-# Operations that have their own implementation here, because they need not have all gradients in memory at once.
+# Operations on lists that this file implements, so that not all gradients are in memory at once.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     UNSCALE: _unscale_all,
     **dict.fromkeys(("linalg_vector_norm", "_foreach_norm"), functools.partial(_each, one=_norm)),

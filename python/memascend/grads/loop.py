@@ -51,19 +51,22 @@ class Loop:
 
     @property
     def speculates(self) -> bool:
-        """True if kept gradients may reach step() unchanged, as with clipping: updates may then begin before step()."""
+        """True if updates may begin before step(), because kept gradients may reach step() unchanged.
+
+        For example, clipping changes gradients only in steps in which their norm is too large.
+        """
         if not self._is_auto or self.mode != "ssd" or self._figures is not None:
             return False
         return not self.adds_up and self._noticed.isdisjoint(_CHANGING)
 
     @property
     def adds_up(self) -> bool:
-        """True if several backwards make a step, and their number was not declared."""
+        """True if a step has several backwards, and the user did not declare their number."""
         return self.accumulation_steps == 1 and "accumulation" in self._noticed
 
     @property
     def stays_kept(self) -> bool:
-        """True if gradients wait on storage until step() in the next step, too."""
+        """True if the gradients of the next step will also wait on storage until step()."""
         return self.mode == "ssd" and (not self._learning or self._keeps or bool(self._noticed))
 
     def decide_mode(self) -> str | None:
@@ -72,37 +75,38 @@ class Loop:
             return None
         self._learning = False
         if self._figures is not None:
-            # Take the union over all ranks, so that all ranks decide alike.
+            # Take the union over all ranks, so that all ranks make the same decision.
             by_rank = self._figures.all_values(sorted(self._noticed))
             self._noticed = {word for theirs in by_rank for word in theirs}
         if self._keeps or self._noticed:
             why = ", ".join(sorted(self._noticed)) or "a declared max_grad_norm or accumulation_steps"
-            return f'gradients="auto": kept on storage until step() ("ssd"), because of {why}'
+            return f'gradients="auto": gradients are kept on storage until step() ("ssd"), because of {why}'
         self.mode = "fused"
-        return 'gradients="auto": updated as they appear ("fused") from the second step on'
+        return 'gradients="auto": from the second step on, updates begin as gradients appear ("fused")'
 
 
-# To repeat the updates of a step costs about as much time as an early begin of them saves. So the number of unchanged
-# steps to wait for doubles, up to this bound, after each repeated step, and halves after each step that kept its early
-# updates.
+# The maximum of `Speculation._wanted`. Once `_wanted` steps in a row have changed no gradient, updates begin early. To
+# repeat a step's updates costs about as much time as their early begin saves. So `_wanted` doubles after each step that
+# repeated its updates, and halves after each step that kept its early updates.
 WAIT_MAX = 256
 
 
 class Speculation:
-    """Decides whether updates begin before step() has computed the norm, as if the step clipped nothing.
+    """Decides whether updates begin early: before step() has computed the norm and knows whether the step clips.
 
-    A step that does clip discards these updates and makes them again. Updates begin early once enough steps in a row
-    have changed no gradient; before that, they begin in step(), as with plain "ssd".
+    If the step clips, it discards the early updates and makes them again. Updates begin early once enough steps in a
+    row have changed no gradient. Until then, updates begin in step().
     """
 
     def __init__(self, loop: Loop, ram_tier: Container[str]) -> None:
         """`ram_tier` has the names of parameters whose updates always wait for step()."""
-        # The number of steps with updates that began early, and how many of these steps discarded early updates.
+        # `early`: the number of steps in which updates began early. `anew`: how many of these steps discarded updates.
         self.early = 0
         self.anew = 0
         self._loop = loop
         self._ram_tier = ram_tier
-        # The number of steps in a row that changed no gradient, and the number from which on updates begin early.
+        # `_unchanged`: the number of steps in a row that changed no gradient. If it is at least `_wanted`, updates
+        # begin early.
         self._unchanged = 0
         self._wanted = 1
         # The present step: no update has begun early ("waits"), some have ("early"), or some were discarded ("anew").
@@ -127,7 +131,7 @@ class Speculation:
         self._step = "anew"
 
     def restart(self) -> None:
-        """Starts a new step, after one ended or all its gradients were dropped."""
+        """Starts a new step, after a step ended or all gradients were dropped."""
         self._step = "waits"
 
     def step_ended(self, *, unchanged: bool) -> None:
@@ -138,8 +142,9 @@ class Speculation:
             self.anew += 1
             self._wanted = min(2 * self._wanted, WAIT_MAX)
             _log.info(
-                "the gradients of this step were clipped or changed: the updates that had begun were discarded (%d of "
-                "%d steps so far); the next ones begin after %d steps that change none",
+                "the gradients of this step were clipped or changed, so the updates that had begun early were "
+                "discarded (in %d of %d steps so far); updates begin early again after %d steps that change no "
+                "gradient",
                 self.anew,
                 self.early,
                 self._wanted,
@@ -150,7 +155,7 @@ class Speculation:
 
 
 class Backwards:
-    """Counts the backwards since the last step, and detects one that failed."""
+    """Counts the backwards since the last step, and detects a backward that failed."""
 
     def __init__(self, declared: int, begins: Callable[[], None], fails: Callable[[], None]) -> None:
         """`declared` is the number of backwards that make a step.
@@ -159,18 +164,19 @@ class Backwards:
         backward is detected.
         """
         self.declared: float = declared
-        # Inside `expecting()`: the value of `count` when that block began. None outside of it.
+        # Inside an `expecting()` block: the value of `count` when the block began. None outside of such a block.
         self.before: int | None = None
-        # The number of backwards since the last step that ended and delivered a gradient.
+        # Since the last step: the number of backwards that ended and delivered a gradient.
         self.count = 0
         self._begins = begins
         self._fails = fails
         # The state of the last backward; "delivers": it is open and has delivered a gradient.
         self._state: Literal["ended", "open", "delivers", "failed"] = "ended"
-        # Of the open or failed backward: autograd's number of its graph task, and the thread that began it.
+        # About the open or failed backward: autograd's number of its graph task, and the thread that began the
+        # backward.
         self._number = self._thread = 0
-        # The thread that ran the model's last forward. If one of autograd's own threads runs a backward, this thread is
-        # taken to have begun it.
+        # The thread that ran the model's last forward. If one of autograd's own threads runs a backward, the thread of
+        # the last forward counts as the thread that began the backward.
         self._last = 0
 
     @staticmethod
@@ -184,7 +190,7 @@ class Backwards:
         return self._state == "failed"
 
     def enter(self, *, delivers: bool = False) -> bool:
-        """Records that a backward runs, and whether it delivers a gradient; returns True if it is nested in another."""
+        """Records that a backward runs, and whether it delivers a gradient; returns True inside another backward."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001
         if number == -1:
             return False
@@ -199,14 +205,18 @@ class Backwards:
         return bool(number != self._number)
 
     def _ended(self) -> None:
-        # A backward that delivered no parameter's gradient, as for gradients of inputs, does not count.
+        # A backward that delivered no parameter's gradient does not count. An example is a backward for the gradients
+        # of inputs.
         self.count += self._state == "delivers"
         self._state = "ended"
 
     def entered(self) -> None:
-        """Handles a forward of the model; if the thread of an open backward runs it, that backward has failed."""
+        """Handles a forward of the model.
+
+        If a backward is open, but its thread runs this forward outside of any backward, the open backward has failed.
+        """
         if works_for_another():
-            # Another micro-batch of the call may be in its backward, and the call itself detects a failure.
+            # Another micro-batch of the `accumulate()` call may be in its backward. The call itself detects failures.
             return
         here, inside = current(), torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if not inside:
@@ -215,7 +225,7 @@ class Backwards:
             self.seen_outside()
 
     def seen_outside(self) -> None:
-        """Records that this thread runs a backward; if it runs none, marks an open backward as failed."""
+        """If this thread runs a backward, records this; otherwise marks an open backward as failed."""
         if self.inside():
             self.enter()
         elif self._state in ("open", "delivers"):
@@ -239,9 +249,10 @@ class Backwards:
 
     @contextmanager
     def expecting(self, more: float) -> Iterator[None]:
-        """Expects `more` backwards inside the `with` block; unless a number was declared, the last completes a step.
+        """Expects `more` backwards inside the `with` block.
 
-        If `more` is infinite, their number is not known, and only `step()` ends the step.
+        The last of these backwards completes a step, unless the user declared the number of backwards in a step. If
+        `more` is infinite, the number of backwards is not known, and only `step()` ends the step.
         """
         declared, self.before = self.declared, self.count
         if declared == 1:
@@ -252,20 +263,20 @@ class Backwards:
             self.declared, self.before = declared, None
 
     def is_last(self, more: int = 1) -> bool:
-        """True if the open backward, or the last of `more` backwards that begin with it, completes a step."""
+        """True if the last of the next `more` backwards completes a step; the open backward is the first of them."""
         return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:
-        """Raises UsageError for a backward beyond the declared number: the step's updates would not contain it."""
+        """Raises UsageError for a backward beyond the declared number: updates of the step would miss its gradients."""
         if 1 < self.declared <= self.count:
             raise UsageError(
-                f"backward {self.count + 1} of a step of {self.declared}, for {name!r}: accumulation_steps= says "
-                'how many make a step; pass another number, or gradients="ssd", which takes any'
+                f"backward {self.count + 1} of a step brings a gradient of {name!r}, but accumulation_steps= is "
+                f'{self.declared}: pass the number of backwards in a step, or gradients="ssd", which allows any number'
             )
 
 
 def in_reentrant_checkpoint() -> bool:
-    """True in the forward of a reentrant checkpoint, whose backward will run inside another one."""
+    """True in the forward of a reentrant checkpoint, whose backward will run inside another backward."""
     if torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001

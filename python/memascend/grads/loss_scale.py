@@ -33,7 +33,7 @@ def _checked(scale: object) -> float:
     except OverflowError:
         rounded = math.inf
     if not 0.0 < rounded < math.inf:
-        raise ConfigError(f"loss_scale is {scale!r}: a fixed scale is positive and finite as fp32")
+        raise ConfigError(f"loss_scale is {scale!r}: give a positive number that is finite in fp32")
     return rounded
 
 
@@ -81,6 +81,6 @@ class LossScale:
         """Restores a result of `state()`, including the mode."""
         mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
         if mode not in {"dynamic", "fixed", "off"} or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
-            raise ConfigError(f"the stored loss scale is {dict(state)!r}, which no memascend up to this one writes")
-        # A dynamic scale that sees only overflows reaches 0, as torch's does.
+            raise ConfigError(f"this version cannot read the stored loss scale {dict(state)!r}: use a newer memascend")
+        # A dynamic scale that sees only overflows reaches 0, as torch's scale does.
         self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)

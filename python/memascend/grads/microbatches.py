@@ -3,9 +3,9 @@
 `baton` defines the stages and runs the threads of the micro-batches; see [Note: Stages] there.
 
 [Note: Order of sums] The gradient of a parameter is the sum of one part per micro-batch, added in the order of the
-micro-batches, as in a loop. A part that arrives before the part of an earlier micro-batch waits in memory
-(`_Sum.early`) until that part arrives, or until the earlier micro-batch has passed the stage at which
-its part would arrive.
+micro-batches, as in a loop. If the part of a later micro-batch arrives before the part of an earlier micro-batch, the
+later part waits in memory (`_Sum.early`). It waits until the earlier part arrives, or until the earlier micro-batch has
+passed the stage at which the earlier part would arrive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Sum:
     """The sum of one parameter's gradient over micro-batches; see [Note: Order of sums]."""
 
     gradient: Gradient
-    stage: int  # the stage at which parts arrive: a micro-batch that has passed it delivers no part
+    stage: int  # the stage at which parts arrive: a micro-batch that has passed this stage delivers no part
     came: set[int] = field(default_factory=set)  # the indices of micro-batches whose parts have arrived
     early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts that wait for an earlier part, by index
     values: torch.Tensor | None = None  # the sum so far, if it is in memory
@@ -77,30 +77,31 @@ class _Sum:
 
 def _other_order(name: str) -> UsageError:
     return UsageError(
-        f"the gradient of {name!r} arrived in another order than in earlier calls, and its sum would have other bits: "
-        "nothing of the step is kept; compute it again with accumulate(..., by_layer=False)"
+        f"the gradient of {name!r} arrived in another order than in earlier calls, so its sum would have other bits: "
+        "nothing of the step is kept; compute the step again with accumulate(..., by_layer=False)"
     )
 
 
 @dataclass(eq=False)
 class PartialSums:
-    """Sums the gradients of one call; hands each sum on once no micro-batch can add to it."""
+    """Sums the gradients of one `accumulate()` call. Delivers each sum once no micro-batch can add to this sum."""
 
     gradients: Gradients  # takes complete sums
     course: StageOrder  # has the stage at which each gradient arrives
     baton: Baton  # knows which micro-batch computes, and the stage of each
-    # Bytes in memory for sums and for parts that wait for an earlier micro-batch. The engine keeps all other sums on
-    # storage and adds each part there.
+    # The maximum number of bytes in memory for sums, and for parts that wait for an earlier micro-batch. The engine
+    # keeps all other sums on storage, and adds further parts to these sums on storage.
     limit: int
-    room: Callable[[int], None]  # given the bytes of sums and parts, waits until the queue of gradients leaves room
+    room: Callable[[int], None]  # waits until the engine's queue of gradients leaves room for the given bytes
     stream: CallerStream  # the stream on which gradients are summed
-    whole: bool  # the step gets no more gradients after this call
+    whole: bool  # True if the step gets no more gradients after this call
 
     def __post_init__(self) -> None:
         self._keeps_all = self.gradients.loop.mode == "ram"
         self._open: dict[str, _Sum] = {}
         self._done: set[str] = set()
-        # By the stage at which their sums are complete: the names of gradients that have begun to arrive.
+        # By stage: the names of gradients that have begun to arrive. Their sums are complete once all micro-batches
+        # have passed the stage.
         self._due: dict[int, list[str]] = {}
         # `nbytes`: bytes of all sums and parts in memory. `_waiting`: bytes of the parts alone, each of which waits for
         # the part of an earlier micro-batch.
@@ -118,10 +119,10 @@ class PartialSums:
         assert values is not None, "it was accumulated"
         gradient.put(None)
         if values.requires_grad or values.is_sparse:
-            kind = "a sparse" if values.is_sparse else "backward(create_graph=True) leaves a graph on the"
+            kind = "the sparse" if values.is_sparse else "because of backward(create_graph=True), the"
             raise UsageError(
-                f"{kind} gradient of {gradient.name!r} is not summed by layer, where gradients are dense "
-                "and without a graph: pass by_layer=False"
+                f"{kind} gradient of {gradient.name!r} cannot be summed by layer, where gradients must be dense and "
+                "without a graph: pass by_layer=False to accumulate()"
             )
         if shares_memory(values):
             # The memory is shared with code that may write to it.
@@ -156,7 +157,7 @@ class PartialSums:
             self._complete(found)
 
     def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
-        """Adds parts from `early` in order, until one must wait for an earlier micro-batch; `all_of_it`: adds all."""
+        """Adds parts from `early` in order, until one must wait for another part; `all_of_it`: adds all parts."""
         for index in sorted(found.early):
             if not all_of_it and any(self._may_come(found, before) for before in range(index)):
                 return
@@ -188,7 +189,7 @@ class PartialSums:
             found = self._sum_of(gradient, own)
             if any(self._may_come(found, before) for before in range(own.index)):
                 waiting += gradient.place.nothing.nbytes
-        # Under "ram" the sums alone may use up the limit.
+        # With gradients="ram", the sums alone may use up the limit, so no part may wait.
         return waiting <= (0 if self._keeps_all else self.limit)
 
     def _may_come(self, found: _Sum, index: int) -> bool:
@@ -229,7 +230,7 @@ class PartialSums:
             self.gradients.deliver(gradient, values, whole=self.whole)
 
     def _reached(self, low: float) -> None:
-        """Completes the sums of earlier stages, as all micro-batches have reached stage `low`."""
+        """Completes the sums of the stages before `low`, because all micro-batches have reached stage `low`."""
         last = max(self._due, default=-1)
         end = int(min(low, last + 1))
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), self.stream.entered():  # noqa: SLF001
@@ -255,15 +256,21 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """True if both are one object, or equal numbers or texts, which code often replaces by equal new objects."""
+    """True if `one` and `other` are the same object, or equal numbers or strings.
+
+    Code often replaces a number or a string by an equal new object.
+    """
     return one is other or (isinstance(one, int | float | str) and type(one) is type(other) and bool(one == other))
 
 
 class ModuleValues:
-    """A snapshot of the attributes and buffers of a model's modules: by identity, tensors also by version."""
+    """A snapshot of the attributes and buffers of a model's modules.
+
+    The snapshot has the identity of each value, and also the version of each tensor.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Takes the snapshot. It keeps the values alive, so that no other object gets the identity of one of them."""
+        """Takes the snapshot. It keeps the values alive, so that no new object gets the identity of a value."""
         self._noted = [
             (f"module {name!r}" if name else "the model", values, dict(values), _versions(values))
             for name, module in model.named_modules()
@@ -285,7 +292,7 @@ class ModuleValues:
 
 
 def _versions(values: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the version of each tensor. Parameters are left out: materializing a weight raises its version, too."""
+    """Returns the version of each tensor. Leaves out parameters, because materializing a weight raises its version."""
     return {
         name: value._version  # noqa: SLF001
         for name, value in values.items()
@@ -296,8 +303,8 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
 _log = logging.getLogger("memascend")
 
 
-# After `_tidy` has freed memory, it frees none for this many times the duration of that call: to refill the memory
-# takes longer than to free it.
+# After a call of `_tidy` that freed memory, `_tidy` frees nothing for this many times the duration of that call. The
+# reason is that it takes longer to fill the memory again than to free it.
 _PAUSES = 200
 # If a compiled block waits for other micro-batches, torch before this version compiles it in parts. These parts round
 # like eager code, so the bits would change.
@@ -311,11 +318,11 @@ class Accumulation:
     model: torch.nn.Module
     gradients: Gradients  # the model's gradients
     residency: Residency  # the model's units in memory
-    engine: Engine  # if `strict`, its queue of gradients counts against `limit`, too
+    engine: Engine  # if `strict`, the engine's queue of gradients counts against `limit`, too
     device: torch.device  # the device that computes the model
     limit: int  # bytes in memory for partial sums, and for parts that wait to be added to them
-    strict: bool  # the user gave a budget: sums and queue together stay within `limit`
-    never: str | None  # why no call may compute by layer; None if calls may
+    strict: bool  # True if the user gave a budget: sums and the engine's queue together stay within `limit`
+    never: str | None  # the reason why no call may compute by layer; None if there is no reason
 
     def __post_init__(self) -> None:
         self._generators = Generators(self.device)
@@ -336,9 +343,9 @@ class Accumulation:
     ) -> list[Any]:
         """Computes losses and gradients of micro-batches, and returns the results; `begin` begins a loss's backward.
 
-        By layer, each micro-batch gets random numbers from a seed of its own, and all seeds are drawn before the first
-        micro-batch. If `seeded` is False, micro-batches may draw no random numbers: if the first call draws any, all
-        calls compute one micro-batch after the other.
+        If `by_layer` and `seeded` are set, each micro-batch has a separate seed for random numbers. All seeds are drawn
+        before the first micro-batch. If `seeded` is False, there are no seeds. If the first call then draws random
+        numbers, all calls compute one micro-batch after the other.
         """
 
         def computed(batch: Any) -> Any:
@@ -370,7 +377,7 @@ class Accumulation:
     ) -> list[Any]:
         results = []
         # Read `batches` one at a time: a generator's side effects then fall between two micro-batches, as in a loop.
-        # The length of a DataLoader may be an estimate.
+        # The length of a DataLoader may be an estimate, so only the length of a sequence counts.
         count = len(batches) if isinstance(batches, Sequence) else math.inf
         with self.gradients.backwards.expecting(count):
             for index, batch in enumerate(batches):
@@ -400,7 +407,7 @@ class Accumulation:
         self.never = recorder.against_layers()
         self._course = StageOrder(recorder.paths)
         if len(self._course.units) < 2:
-            self.never = self.never or "no more than one unit is streamed"
+            self.never = self.never or "at most one unit is streamed"
         if self.never is not None:
             self.explain(self.never)
 
@@ -408,7 +415,7 @@ class Accumulation:
         """Logs, once for each reason, why micro-batches are computed one after the other."""
         if why not in self._logged:
             self._logged.add(why)
-            _log.info("accumulate(): micro-batches are computed one after the other, since %s", why)
+            _log.info("accumulate(): micro-batches are computed one after the other, because %s", why)
 
     # --- by layer -----------------------------------------------------------------------
 
@@ -424,13 +431,13 @@ class Accumulation:
 
     def _unfit_now(self) -> str | None:
         if _get_current_dispatch_mode_stack():
-            return "a dispatch mode is active, which other threads do not have"
+            return "a torch dispatch mode is active in this thread, but not in the threads that would compute by layer"
         for gradient in self.gradients.by_name.values():
             if gradient.values is not None:
-                return f"{gradient.name!r} has a gradient already"
+                return f"{gradient.name!r} already has a gradient"
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 hooks = gradient.place.parameter._post_accumulate_grad_hooks  # noqa: SLF001
-            # One of the hooks is registered by `Gradients`.
+            # `Gradients` has registered one hook on each parameter.
             if hooks is not None and len(hooks) > 1:
                 return f"a hook of yours is called for each accumulated gradient of {gradient.name!r}"
         return None
@@ -477,12 +484,12 @@ class Accumulation:
         if not all(same_states(states, one.states) for one in baton.micro_batches):
             self.never = _DRAWN
             raise UsageError(
-                f"{self.never}, and earlier steps drew none: nothing of the step is kept; call zero_grad(), and "
-                "compute the micro-batches one after the other from now on"
+                f"{self.never}, but earlier steps drew no random numbers. Nothing of this step is kept: call "
+                "zero_grad(), and compute the step again. accumulate() now computes micro-batches one after the other"
             )
 
     def _abandon(self, sums: PartialSums) -> None:
-        """Drops all gradients of the call: before the call, there were no gradients."""
+        """Drops all gradients. All of them are from this call, because there were no gradients before the call."""
         sums.drop()
         self.gradients.drop_all()
         for gradient in self.gradients.by_name.values():
@@ -497,12 +504,13 @@ def _loss_in(result: Any) -> torch.Tensor:
     loss = result[0] if isinstance(result, tuple) and result else result
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"loss_of returned {type(result).__name__}: it returns the loss, or a tuple whose first item is the loss"
+            f"loss_of returned {type(result).__name__}: it must return the loss, or a tuple whose first item is the "
+            "loss"
         )
     return loss
 
 
-_DRAWN = "random numbers are drawn, which are others by layer"
+_DRAWN = "random numbers are drawn, and computing by layer would change them"
 
 
 def _drawn_seed() -> int:

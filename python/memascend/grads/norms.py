@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
 
 
-# Whether a gradient has a value that is not finite; its squared norm.
+# A pair: whether a gradient has a value that is not finite, and the gradient's squared norm.
 Numbers = tuple[bool, Squares]
-# A measure that may still be on a device: `Numbers`, a row of sums, or, for dtypes without kernels, two tensors.
+# The measure of a gradient: `Numbers`, or tensors that may still be on a device. The tensors are a row of sums or, for
+# dtypes without kernels, a pair.
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # The dtypes that the kernels support.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# The maximum size of the gradients that wait to be measured by one launch: some of them are copies, which take memory.
+# The maximum total size of the gradients that wait until one kernel launch measures them. Some of these gradients are
+# copies, which use additional memory.
 _BUCKET_BYTES = 64 << 20
-# The number of rows that are allocated and zeroed at once.
+# The number of rows of sums that are allocated and zeroed at once.
 _ROWS = 64
 
 
@@ -33,7 +35,7 @@ class Norms:
     """Computes the norm of all gradients of a step; measures each gradient once."""
 
     def __init__(self, *, counts: bool = True) -> None:
-        """`counts`: whether this rank's squares enter the norm; among replicas, only one replica's do."""
+        """`counts`: this rank's squares count in the norm. If there are several replicas, only one replica counts."""
         self._counts = counts
         # By parameter name: the measures of gradients that were measured in memory for this step.
         self._measures: dict[str, Measure] = {}
@@ -58,9 +60,9 @@ class Norms:
         return row[0]
 
     def measure_once(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """Measures the values of this gradient in memory, unless the step has its measure already.
+        """Measures `values`, a gradient in memory, unless this step has already measured the gradient.
 
-        Gradients on a device are measured together later: they must not be written to before the norm is computed.
+        Gradients on a device are measured together later, so no code may write to them before the norm is computed.
         """
         if gradient.name in self._measures or gradient.name in self._bucket:
             return
@@ -108,9 +110,9 @@ class Norms:
     def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> Numbers:
         """Returns whether any of these gradients is not finite, and the sum of their squares.
 
-        The sum over all ranks is rounded once, so neither order, device nor number of ranks changes the norm. Gradients
-        that were measured as they arrived, were stored or were used are not read again. Scalar arithmetic on a stored
-        gradient, such as clipping, counts as a factor.
+        The sum over all ranks is rounded once, so neither order, device nor number of ranks changes the norm. A
+        gradient is not read again if it was measured when it arrived, when it was stored or when it was used. Scalar
+        arithmetic on a stored gradient, such as clipping, counts as a factor.
         """
         numbers = self.each([one for one, _ in gradients])
         # Exact squares may be added in any order. `total()` adds rounded squares in the order of the parameters, not in
@@ -126,13 +128,17 @@ class Norms:
 
 
 def summands(own: Numbers) -> list[int]:
-    """Returns this rank's summands for the sums over all ranks; each row of a parameter counts on one rank only."""
+    """Returns this rank's summands for three sums over all ranks.
+
+    The first summand says whether a value is not finite. The second summand says whether the squares are rounded. The
+    third summand is the exact sum of squares. Each row of a parameter counts on only one rank.
+    """
     bad, squares = own
     return [bad, 0, squares] if isinstance(squares, int) else [bad, 1, 0]
 
 
 def of_all_ranks(own: Numbers, sums: Sequence[int], exchange: Exchange) -> Numbers:
-    """Returns the numbers over all ranks from the sums of their `summands()`; a collective call."""
+    """Returns the `Numbers` of all ranks together; `sums` has the sums of `summands()` over all ranks. Collective."""
     bad, were_rounded, squares = sums
     # `exchange.all_gather()` returns the squares in the order of ranks.
     return bool(bad), total(exchange.all_gather("rounded squares", own[1])) if were_rounded else squares
@@ -155,7 +161,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
         values = torch.view_as_real(values.resolve_conj())
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
         values = values.contiguous()
-    # Flag and norm do not depend on the order of dimensions, and the kernel supports few dimensions.
+    # The measure does not depend on the order of dimensions, and the kernel supports only few dimensions.
     return values.view(-1) if values.is_contiguous() else flat(values)
 
 

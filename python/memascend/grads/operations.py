@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Elementwise in-place operations whose result does not depend on when they run: none is random,
-# and each element of the result depends on the same element of the gradient alone.
+# In-place operations that give the same result if they run later. They are not random, and each element of the result
+# depends only on the same element of the gradient.
 _RECORDABLE = frozenset((
     "abs_", "add_", "clamp_", "clamp_max_", "clamp_min_", "copysign_", "div_", "fill_", "mul_", "nan_to_num_", "neg_",
     "pow_", "sgn_", "sign_", "sub_", "zero_",
@@ -25,14 +25,14 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def _is_scalar(value: object) -> bool:
-    """True if `value` is a single number, in a tensor or not, or None, or the name of a mode such as a rounding."""
+    """True if `value` is a number, a tensor without dimensions, None, or a string, such as a rounding mode."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.dim() == 0
     return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def is_recordable(name: str, arguments: list[Any]) -> bool:
-    """True if the operation is elementwise with these arguments; `name` is without "_foreach_"."""
+    """True if the operation is elementwise with these arguments; `name` has no "_foreach_" prefix."""
     return name in _RECORDABLE and all(_is_scalar(argument) for argument in arguments)
 
 
@@ -53,7 +53,8 @@ class Operation:
 
     def apply(self, tensor: Tensor) -> Any:
         """Applies the operation to `tensor` by torch; returns torch's result."""
-        # On a GPU torch has other kernels for a list: pass a list if the training loop passed one.
+        # On a GPU, torch has different kernels for a tensor and for a list of tensors. So pass a list if the training
+        # loop passed a list.
         if not self.listed:
             return self.function(tensor, *self.arguments, **self.options)
         results = self.function([tensor], *self.arguments, **self.options)
@@ -71,11 +72,11 @@ class Operation:
 
     @property
     def is_of_all(self) -> bool:
-        """True if the operation, a norm, is one number over all elements."""
+        """True if the operation is a norm over all elements, with a single number as its result."""
         return self.listed or len(self.arguments) <= 1
 
     def changes_nothing(self) -> bool:
-        """True if no gradient would change; waits for a GPU only if a number is on one."""
+        """True if the operation would not change any gradient; waits for the GPU if an argument is on the GPU."""
         numbers = [*self.arguments, *self.options.values()]
         values = [value.item() if isinstance(value, torch.Tensor) else value for value in numbers]
         if self.name == UNSCALE:
@@ -97,10 +98,10 @@ class Operation:
         return named.get("min", low), named.get("max", high)
 
     def factor(self, dtype: torch.dtype, dimensions: int, device: torch.device) -> float | None:  # noqa: PLR0911
-        """Returns the fp32 number by which the operation multiplies; None if it cannot be written as such a product.
+        """Returns the fp32 number by which the operation multiplies; None if the operation is not such a product.
 
-        torch multiplies a 16-bit gradient in fp32 by the scalar in fp32 and rounds once. That does not hold if the
-        scalar takes part in type promotion: a double and a gradient without dimensions are multiplied in double.
+        torch multiplies a 16-bit gradient by the scalar in fp32, and rounds once. There is one exception: if the
+        gradient has no dimensions and the scalar is a tensor of doubles, torch multiplies in double.
         """
         if dtype not in {torch.float32, torch.bfloat16, torch.float16} or self.options:
             return None
@@ -122,14 +123,14 @@ class Operation:
         rounded = scalar.to(dtype).to(torch.float32).item()
         value = scalar.to(torch.float32).item()
         if self.function._overloadname in {"Scalar", "ScalarList"} and device.type == "cpu":  # noqa: SLF001
-            # torch's CPU code rounds the scalar to the gradient's dtype in `_foreach_mul_`, and not in `mul_`.
+            # torch's CPU code rounds the scalar to the gradient's dtype in `_foreach_mul_`, but not in `mul_`.
             value = rounded
         elif (self.listed or scalar.device.type != "cpu" or device.type != "cpu") and rounded != value:
-            # On a GPU some kernels round the scalar to the gradient's dtype first, and others do not.
+            # On a GPU, some kernels round the scalar to the gradient's dtype first, and other kernels do not.
             return None
         if self.name == "mul_":
             return value
-        # A division is exactly a multiplication only if the divisor is a power of two.
+        # A multiplication by the inverse gives the bits of a division only if the divisor is a power of two.
         inverse = 1.0 / value if value else math.inf
         is_power = math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5
         return inverse if is_power and 2.0**-126 <= abs(inverse) <= 2.0**126 else None

@@ -33,20 +33,20 @@ class _Interruptible(TrainerCallback):
     """
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Replaces Axolotl's handler, which Axolotl has set by now."""
+        """Replaces Axolotl's handler of SIGINT, which Axolotl has set by now."""
         theirs = getattr(signal.getsignal(signal.SIGINT), "__module__", None) or ""
         if theirs.startswith("axolotl.") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class MemascendPlugin(BasePlugin):  # type: ignore[misc]
-    """Offloads model and optimizer of Axolotl's Trainer; the same settings, started again, resume at the next step."""
+    """Offloads model and optimizer of Axolotl's Trainer; a second start with the same settings resumes the run."""
 
     def get_input_args(self) -> str:
         """Returns the path of the class that validates the plugin's settings."""
         return f"{MemascendArguments.__module__}.{MemascendArguments.__qualname__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Offloads model and optimizer. Axolotl calls it when it has made the whole Trainer."""
+        """Offloads model and optimizer. Axolotl calls this method once the Trainer is complete."""
         offload(trainer, **cfg.memascend)
         trainer.add_callback(_Interruptible())

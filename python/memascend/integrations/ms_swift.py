@@ -22,16 +22,20 @@ class MemascendOptimizer(OptimizerCallback):  # type: ignore[misc]
     """Offloads model and optimizer of ms-swift's Trainer when it begins to train."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
-        """Reads the options, and replaces `trainer.train`: the Trainer is not complete yet."""
+        """Reads the options. Replaces `trainer.train` by `_train`, because the Trainer is not complete yet.
+
+        `_train` offloads first, and then trains.
+        """
         super().__init__(args, trainer)
         self._options = _options(args.optim_args)
         trainer.train = self._train
 
     def _train(self, *given: Any, **named: Any) -> Any:
         trainer = self.trainer
-        # Uncover the Trainer's own train(), which offload() replaces.
+        # Remove the replacement, so that offload() below finds and replaces the Trainer's own train().
         del trainer.train
-        # Remove memascend's options: a resume would compare them as arguments of the run.
+        # Remove memascend's options from the Trainer's arguments: otherwise a resume would compare them as arguments of
+        # the run.
         trainer.args.optim_args = None
         optimizer = offload(trainer, **self._options)
         if optimizer is not None:
@@ -45,7 +49,9 @@ def _options(text: str | None) -> dict[str, Any]:
     try:
         found = yaml.safe_load("{" + re.sub(r"(^|,)\s*(\w+)\s*=", r"\1\2: ", text or "") + "}")
     except yaml.YAMLError as error:
-        raise ConfigError(f"optim_args is name=value,name=value for memascend, not {text!r}") from error
+        raise ConfigError(
+            f"optim_args must have the form name=value,name=value for memascend, but is {text!r}"
+        ) from error
     return options_of(found)
 
 

@@ -1,11 +1,11 @@
-"""Runs optimizers on streamed state: decides which can stream, finds the state of each, and updates one parameter.
+"""Runs optimizers on streamed state: rejects unsuited optimizers, finds an optimizer's state, and updates parameters.
 
-[Note: One at a time] Updates of one parameter at a time are bit-identical to torch's step of all parameters. torch's
-own classes are listed (`trial`). Any other class is tried on copies before anything is offloaded, and rejected with an
-error that names it if the bits differ. Adam and SGD run in the engine if it has a format for their state; all other
-optimizers run their own code.
+[Note: One at a time] memascend updates one parameter at a time. The results must be bit-identical to torch's step of
+all parameters. `trial` lists torch's own classes, which were tested. An optimizer of any other class is tried on copies
+before anything is offloaded. If the bits differ, an error that names the optimizer rejects it. The engine runs Adam and
+SGD if it has a format for their state. All other optimizers run their own code.
 
-The original optimizer is never stepped: copies of it step, on the memory of one parameter. Values that a step changes
-for all parameters alike (counters, options) are set on the original once the updates of all parameters agree on them;
-otherwise the step is rejected.
+memascend never steps the original optimizer. Copies of it step instead, each with a single parameter. A step may change
+shared values, such as counters and options. If all copies end with the same shared values, these values are set on the
+original optimizer. Otherwise the step is rejected.
 """

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 class RunMode:
     """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
-    # Leaves out groups without a parameter: the optimizer stacks the parameters of each group, and fails on an empty
-    # group.
+    # A copy gets only the group of its parameter, since the optimizer stacks the parameters of each group, and fails on
+    # an empty group.
     omits: bool = False
-    # Updates a parameter without a gradient as if its gradient were zero, if any parameter has a gradient.
+    # A parameter without a gradient is updated with a gradient of zeros, if another parameter has a gradient.
     zeros: bool = False
-    # In the trial, torch's step kept the state of several parameters as one stack; streamed, each parameter has its
-    # own.
+    # In the trial, the step of all parameters kept the state of several parameters in one stacked tensor. Streamed,
+    # each parameter has its own state.
     stacks: bool = False
     # Attributes that each update writes before it reads them. Their values between steps have no meaning, so a trial
     # may overwrite them.
@@ -53,15 +53,17 @@ class RunMode:
 
 
 PLAIN = RunMode()
-# Steps of a trial in which every parameter has a gradient.
+# The number of steps in a trial in which every parameter has a gradient.
 _STEPS = 4
 # The maximum size of a trial's parameters in each dimension.
 _TRIAL_DIM_MAX = 6
 # The maximum number of parameters of a group that a trial adds because they differ in dtype or number of dimensions.
 _TRIED_MAX = 4
-# A trial of a stack has matrices of true size: at most this many, and at most this many bytes, but at least two.
+# A trial of stacked state uses matrices of true size: at most `_STACK_MAX` matrices of at most `_STACK_BYTES_MAX` bytes
+# together, but at least two matrices.
 _STACK_MAX, _STACK_BYTES_MAX = 4, 256 << 20
-# Methods other than step() by which an optimizer may change its parameters, between training and evaluation.
+# Methods other than step() by which an optimizer may change its parameters. Loops call these methods when training or
+# an evaluation begins.
 MODES = ("train", "eval")
 
 
@@ -70,7 +72,8 @@ class _RandomGuard(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # No operation of a trial is compiled; torch's implementation would load the compiler, which takes seconds.
+        # No operation of a trial is compiled. torch's version of this method would load the compiler, which takes
+        # seconds.
         return False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,7 +81,8 @@ class _RandomGuard(TorchDispatchMode):
         self._optimizer = optimizer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Draws from a generator that the step itself makes are allowed: it starts in the same state for each parameter.
+        # A step may draw from a generator that it makes itself: such a generator starts in the same state for each
+        # parameter.
         if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
             raise _draws_refused(self._optimizer)
         return func(*args, **(kwargs or {}))
@@ -87,23 +91,23 @@ class _RandomGuard(TorchDispatchMode):
 def _draws_refused(optimizer: torch.optim.Optimizer) -> ConfigError:
     return refused(
         optimizer,
-        "its step draws random numbers, which streamed parameters would get in another order than torch's; use an "
-        "optimizer that draws none",
+        "its step draws random numbers, so updates of one parameter at a time would differ from torch's step; use an "
+        "optimizer that draws no random numbers",
     )
 
 
 @contextlib.contextmanager
 def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterator[None]:
-    """Runs a trial of an optimizer, without warnings; raises ConfigError if its step draws random numbers.
+    """Context manager for a trial of an optimizer; raises ConfigError if a step draws random numbers.
 
-    The generators of torch, Python and numpy keep their states. With `meta`, draws from Python's generator are allowed:
-    on the meta device torch itself draws from this generator for a collective. Code that a step compiles runs
-    uncompiled: compiling it for small tensors would take minutes.
+    Warnings are hidden. The random number generators of torch, Python and numpy keep their states. With `meta`, draws
+    from Python's generator are allowed: on the meta device torch itself draws from this generator for a collective.
+    Code that a step would compile runs without compilation, because compilation would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate()
     theirs: Any = numpy.random.get_state() if numpy else None
-    # If `torch._dynamo` is not loaded, no code has been compiled. To load it takes seconds.
+    # If `torch._dynamo` is not loaded, the step compiles no code. Loading it here would take seconds.
     uncompiled: Any = torch.compiler.set_stance if "torch._dynamo" in sys.modules else contextlib.nullcontext
     try:
         with (
@@ -124,7 +128,7 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
 
 
 class _Member:
-    """A small parameter of the trial, with the position in its group of the real parameter that it represents."""
+    """A small parameter of the trial. It represents a real parameter, which has `position` in group number `group`."""
 
     def __init__(
         self,
@@ -153,7 +157,11 @@ class _TogetherRun:
     def __init__(
         self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], *, spread: bool
     ) -> None:
-        """`spread`: each member has its real position in the group, among parameters that never have a gradient."""
+        """Copies the optimizer for the members.
+
+        With `spread`, each member has its real position in its group, and a parameter without a gradient has each other
+        position. Without `spread`, each group has only its members.
+        """
         shared = begin.copy(deep=True)
         self.parameters = [plain_parameter(member.begin.clone(), member.attributes) for member in members]
         groups = [{**options, "params": []} for options in shared.groups]
@@ -178,7 +186,10 @@ class _TogetherRun:
 
 
 class _SeparateRun:
-    """Steps each member in a copy of its own; each copy starts with the shared values after the previous step."""
+    """Steps each member in a separate copy of the optimizer.
+
+    Each copy starts with the shared values after the previous step.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, begin: SharedValues, members: Sequence[_Member], run_mode: RunMode
@@ -214,7 +225,7 @@ class _SeparateRun:
         changes = common_end(ends)
         lost = next((name for name, value in changes.items() if not storable(value)), None)
         if lost is not None:
-            raise refused(self._optimizer, f"its step changes {lost} to a value that is neither number nor text")
+            raise refused(self._optimizer, f"its step changes {lost} to a value that is neither a number nor text")
         self._shared = self._shared.with_changes(changes)
 
     def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
@@ -229,7 +240,7 @@ def copy_of_one(
     state: Mapping[str, Any],
     run_mode: RunMode,
 ) -> torch.optim.Optimizer:
-    """Returns a copy of the optimizer with these shared values and one parameter, in group number `group`."""
+    """Returns a copy of the optimizer with the shared values `shared` and one parameter, in group number `group`."""
     groups = [{**shared.groups[group], "params": [parameter]}]
     if not run_mode.omits:
         groups = [{**own, "params": [parameter] if at == group else []} for at, own in enumerate(shared.groups)]
@@ -247,7 +258,7 @@ def changes_alone(
 
 
 def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> dict[SharedName, Any]:
-    """Returns the changes of a step without those of scratch attributes."""
+    """Returns the changes of a step without the changes of scratch attributes."""
     if not scratch:
         return changes
     return {place: value for place, value in changes.items() if place.group is not None or place.name not in scratch}
@@ -256,7 +267,10 @@ def without_scratch(changes: dict[SharedName, Any], scratch: Container[str]) -> 
 def _chosen_members(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """Returns members for each group's first and last parameters, and for some that differ in dimensions or dtype."""
+    """Returns members for the first and the last parameter of each group, and for some parameters of other kinds.
+
+    The kind of a parameter is its dtype and number of dimensions.
+    """
     members = []
     for number, group in enumerate(optimizer.param_groups):
         # Integer parameters have no gradient.
@@ -272,7 +286,10 @@ def _chosen_members(
 def _members_at_size(
     optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """Returns a stacking group's first parameters as members of true size: bits of matrix products depend on it."""
+    """Returns members of true size for the first parameters of a group that has stacked state.
+
+    The bits of matrix products depend on the size.
+    """
     params = optimizer.param_groups[group]["params"]
     first = params[0]
     dtype = arithmetic_dtype(first.dtype, master_dtype)
@@ -283,16 +300,20 @@ def _members_at_size(
     ]
 
 
-# The calls of a trial: the name of the method, and for each member whether it has a gradient.
+# The calls of a trial. Each call has the name of a method, and tells for each member whether the member has a gradient.
 _Plan = list[tuple[str, list[bool]]]
 
 
 def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Returns steps with all gradients, and, if the class has `eval()`, an evaluation before the last step."""
+    """Returns a plan of steps in which every member has a gradient.
+
+    If the class has `train()`, the plan begins with it. If the class also has `eval()`, the plan calls `eval()` and
+    `train()` before the last step.
+    """
     every, none = [True] * len(members), [False] * len(members)
     plan: _Plan = [("step", every)] * _STEPS
     if callable(getattr(type(optimizer), "train", None)):
-        # Twice: the second call must change no parameter.
+        # Each method is called twice: the second call must change no parameter.
         plan = [("train", none), ("train", none), *plan]
         if callable(getattr(type(optimizer), "eval", None)):
             plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
@@ -317,7 +338,7 @@ class _Comparison:
     begin: SharedValues
     members: Sequence[_Member]
     run_mode: RunMode
-    spread: bool  # see `_TogetherRun.__init__`
+    spread: bool  # True if each member has its real position in its group
 
     def __post_init__(self) -> None:
         try:
@@ -328,7 +349,7 @@ class _Comparison:
                 self.optimizer, f"its attributes and options cannot be copied ({type(error).__name__}: {error})"
             ) from error
         self._last = ""
-        # The numbers of groups in which torch's step keeps the state of several parameters as one stack.
+        # The numbers of groups in which torch's step keeps the state of several parameters in one stacked tensor.
         self.stacked: set[int] = set()
 
     def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
@@ -357,7 +378,7 @@ class _Comparison:
             ) from error
         idle = method in MODES and self._last in ("", method)
         if idle and not same(before, self._joint.now()[:2]):
-            raise refused(optimizer, f"its {method} changes parameters even if there is nothing to change")
+            raise refused(optimizer, f"its {method}() changes parameters even if the optimizer already is in that mode")
         self._last = method
         try:
             self._one_by_one.do(method, gradients)
@@ -377,33 +398,34 @@ class _Comparison:
         if differs is not None:
             raise refused(
                 self.optimizer,
-                f"its {method} changes {differs} according to how many parameters have a gradient, and memascend steps "
+                f"its {method} changes {differs} depending on how many parameters have a gradient, but memascend steps "
                 "one parameter at a time",
             )
-        # State that `__init__` made (Adagrad) is compared only after the member's first gradient.
+        # Adagrad's `__init__` makes state. Such state is compared only after the member's first gradient.
         begun = [state if other else {} for state, other in zip(states, other_states, strict=True)]
         stacks = _stacks(begun, other_states)
         if stacks is None or not same(values, others):
             raise refused(
                 self.optimizer,
-                "its update of one parameter depends on the others, so that one at a time it would be another; use an "
-                "optimizer whose update needs one parameter at a time",
+                "its update of one parameter depends on other parameters, but memascend updates one parameter at a "
+                "time; use an optimizer that updates each parameter independently",
             )
 
         self.stacked |= {self.members[number].group for number in stacks}
 
 
 def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> set[int] | None:
-    """Returns the numbers of states that stack several members' states; the states of those other members are empty.
+    """Compares the states of members; returns the numbers of the members that have a stack.
 
-    Returns None if a state differs in another way.
+    A stack is the state of several consecutive members in stacked tensors. The first of these members has the stack,
+    and the states of the rest are empty. Returns None if the states differ in any way that is not such a stack.
     """
     found, number = set(), 0
     while number < len(joint):
         state, count = joint[number], 1
         if not same(state, others[number]):
             plain = {name: value for name, value in state.items() if type(value) is torch.Tensor and value.dim()}
-            # Tensors of other layouts, such as sparse ones, have no slices to compare.
+            # Tensors of other layouts, such as sparse tensors, have no slices to compare.
             tensors = {name: value for name, value in plain.items() if value.layout == torch.strided}
             count = min(map(len, tensors.values()), default=0)
             if count < 2 or any(joint[number + 1 : number + count]):
@@ -418,17 +440,21 @@ def _stacks(joint: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -
 
 def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
     """Returns the error for an optimizer that cannot run on streamed state, with the reason `why`."""
-    return ConfigError(f"{named(optimizer)} cannot run on streamed state: {why}")
+    return ConfigError(
+        f"{named(optimizer)} cannot run on streamed state: {why}; docs/optimizers.md lists optimizers that can"
+    )
 
 
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose updates of one parameter at a time have other bits; see [Note: One at a time].
+    """Rejects an optimizer if updates of one parameter at a time have other bits than a step of all parameters.
 
-    Steps small parameters several times, first with all gradients, then with some missing, and also calls `train()` and
-    `eval()` if the class has them. Returns the values that a step changes for all parameters alike, as at the end of
-    the trial, and the first `RunMode` in which the bits agree.
+    See [Note: One at a time].
+
+    Steps small parameters several times, first with all gradients, then without some gradients. Also calls `train()`
+    and `eval()` if the class has these methods. Returns the shared values that a step changes, as they are at the end
+    of the trial, and the first `RunMode` in which the bits agree.
     """
     first: ConfigError | None = None
     for omits, zeros in itertools.product((False, True), repeat=2):
@@ -463,8 +489,9 @@ def _tried(
         name, scratch = other.place.name, run_mode.scratch
         is_attribute = other.place.group is None and name not in scratch
         if is_attribute and type(begin.attributes.get(name)) is torch.Tensor:
-            # Try again with this attribute as scratch: that trial fails, too, if an update reads it before writing it.
+            # Try again with this attribute as scratch. The second trial fails if an update reads the attribute before
+            # it writes the attribute.
             return _tried(optimizer, master_dtype, replace(run_mode, scratch=scratch | {name}))
-        raise refused(optimizer, f"its step changes {other} by values of single parameters") from None
+        raise refused(optimizer, f"its step changes {other} to values that differ between parameters") from None
     changes = without_scratch(begin.changes(after), run_mode.scratch)
     return changes, replace(run_mode, stacks=bool(every.stacked))

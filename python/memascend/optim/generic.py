@@ -39,23 +39,23 @@ if TYPE_CHECKING:
     from memascend.optim.state import StateLayout
     from memascend.storage import Chunk
 
-    # Called with the changes that a run made to values other than its parameter and the parameter's state.
+    # Called with the changes that a run made to shared values.
     Ended = Callable[[dict[SharedName, Any]], None]
 
 
 class Given(NamedTuple):
-    """The arguments of an update other than its chunks."""
+    """The arguments of an update, except the chunks."""
 
-    sparse: torch.Tensor | None = None  # replaces the chunks' gradient; one chunk then has the whole parameter
-    factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's own type, in this order
+    sparse: torch.Tensor | None = None  # replaces the gradient of the chunks; one chunk then has the whole parameter
+    factors: tuple[float, ...] = ()  # each multiplies the gradient in the gradient's dtype, in this order
     grad_scale: float = 1.0  # multiplies the gradient after `factors`, in the dtype in which the update computes
 
 
 @dataclass(kw_only=True, eq=False)
 class OwnUpdate:
-    """One update of one parameter by the optimizer's own step, for `Engine.apply` with `whole=layout.whole`.
+    """One update of one parameter by the optimizer's own code. `Engine.apply` calls it for each chunk of the parameter.
 
-    The step runs on the memory of the chunks; state tensors that it allocates are copied into the chunks' state.
+    The optimizer's step runs on the memory of a chunk. State tensors that the step allocates are copied into the chunk.
     """
 
     optimizer: torch.optim.Optimizer
@@ -63,8 +63,8 @@ class OwnUpdate:
     layout: StateLayout
     given: Given
     ended: Ended  # called on the engine's thread after the last chunk
-    first: bool  # the parameter has no state yet
-    method: str  # the method to run; any other than "step" runs without a gradient
+    first: bool  # True if the parameter has no state yet
+    method: str  # the method to run; only "step" runs with a gradient
 
     def __post_init__(self) -> None:
         self._is_known = known(self.optimizer)
@@ -78,7 +78,7 @@ class OwnUpdate:
             self.group = 0
         else:
             self._begin = shared.copy()
-        # The scalars as they were before the update: each chunk advances a copy of them.
+        # The scalars of the state before the update. Each chunk is updated with a copy of these scalars.
         self._scalars: dict[str, torch.Tensor] = {}
 
     def __call__(self, chunk: Chunk) -> None:
@@ -105,7 +105,7 @@ class OwnUpdate:
             self.ended({} if self._is_known else changes_alone(self._begin, copy, self.group, layout.run_mode))
 
     def _laid(self, tensor: torch.Tensor, whole: bool) -> torch.Tensor:
-        """Returns `tensor` with the parameter's shape and strides; flat if it is only a part of the parameter."""
+        """Returns `tensor` with the parameter's shape and strides, or flat if it is only a part of the parameter."""
         if not whole:
             return tensor.reshape(-1)
         return tensor if tensor.shape == self.layout.shape else tensor.as_strided(self.layout.shape, self.layout.stride)
@@ -122,7 +122,7 @@ class OwnUpdate:
         return gradient if scale == 1.0 else gradient * scale
 
     def _shared(self, name: str) -> bool:
-        """True if all chunks share one tensor of that name, because its shape is not the parameter's."""
+        """True if all chunks share the state tensor `name`: its shape differs from the shape of the parameter."""
         return self.layout.tensors[name].shape != self.layout.shape
 
     def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
@@ -148,9 +148,9 @@ class OwnUpdate:
         wanted = layout.names
         if made.keys() != set(wanted):
             raise UsageError(
-                f"{named(self.optimizer)} now keeps {sorted(made)} for a parameter and kept {sorted(wanted)} when "
-                "offload() looked: options that decide what it keeps (momentum, amsgrad, ...) must not change. "
-                "Set them before offload()"
+                f"{named(self.optimizer)} now keeps the state {sorted(made)} for a parameter, but kept "
+                f"{sorted(wanted)} at offload(): options that decide which state it keeps (momentum, amsgrad, ...) "
+                "must not change. Set such options before offload()"
             )
         for name, value in made.items():
             parts = layout.parted.get(name)
@@ -158,7 +158,8 @@ class OwnUpdate:
                 raise self._unfit(name, value)
             tensors = {name: value} if parts is None else parts.apart(name, value)
             for part, tensor in tensors.items():
-                # Every chunk writes the same values to shared state, because each began with a copy.
+                # Every chunk writes the same values to shared state, because every chunk began with a copy of the same
+                # values.
                 self._keep_tensor(chunk.state[part], part, tensor, whole)
 
     def _keep_tensor(self, into: torch.Tensor, name: str, value: Any, whole: bool) -> None:
@@ -176,32 +177,32 @@ class OwnUpdate:
     def _unfit(self, name: str, value: Any) -> UsageError:
         described = self.layout.tensors.get(name)
         stored = (
-            "is of a class of its own" if described is None else f"{described.dtype} of shape {list(described.shape)}"
+            "a tensor subclass" if described is None else f"{described.dtype} values of shape {list(described.shape)}"
         )
         got = type(value).__qualname__
         if isinstance(value, torch.Tensor):
             got += f" of {value.dtype}, {value.layout} and shape {list(value.shape)}"
-        return UsageError(f"{named(self.optimizer)} made a {got} of its state {name!r}; the store has {stored}")
+        return UsageError(f"{named(self.optimizer)} changed its state {name!r} to a {got}, but the store has {stored}")
 
 
 def import_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the optimizer's existing state for `parameter` as tensors for the store, and its number of updates.
+    """Returns the optimizer's existing state for `parameter` as tensors for the store, and its count of updates.
 
-    The result shares memory with the optimizer's tensors where dtype and layout match, and has no master. State without
-    a step count counts as one update, so that 0 means no state.
+    The result shares memory with the optimizer's tensors where dtype and layout match. It has no "master" tensor. For
+    state without a step count, the count of updates is 1. A count of 0 means that there is no state.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
-    # State on "meta" was made with the parameter and has no values yet.
+    # State on "meta" has no values yet: it was made for a parameter on "meta".
     if not existing or any(isinstance(value, torch.Tensor) and value.is_meta for value in existing.values()):
         return {}, 0
     missing = [name for name in layout.names if name not in existing]
     if missing:
         raise ConfigError(
-            f"{named(optimizer)} has state for a parameter, but no {missing[0]!r}, which it keeps with the options it "
-            "has now; set them back, or start without its state"
+            f"{named(optimizer)} has state for a parameter, but this state has no {missing[0]!r}, which the present "
+            "options need: restore the earlier options, or make a new optimizer to start without this state"
         )
     state = {}
     for name in layout.names:
@@ -209,16 +210,16 @@ def import_state(
         own = parts_of(value)
         if (own and list(own.parts)) != (parts and list(parts.parts)):
             raise ConfigError(
-                f"{named(optimizer)} has a {type(value).__qualname__} as {name!r}, and now keeps another kind; "
-                "start without its state"
+                f"{named(optimizer)} has a {type(value).__qualname__} as its state {name!r}, but its step now keeps "
+                "a value of another class: make a new optimizer to start without this state"
             )
         for part, tensor in ({name: value} if parts is None else parts.apart(name, value)).items():
             described = layout.tensors[part]
             plain = torch.as_tensor(tensor).detach().to("cpu", described.dtype)
             if plain.shape != described.shape:
                 raise ConfigError(
-                    f"{named(optimizer)} has {part!r} of shape {list(plain.shape)}, and now keeps it in "
-                    f"{list(described.shape)}; start without its state"
+                    f"{named(optimizer)} has its state {part!r} in shape {list(plain.shape)}, but its step now keeps "
+                    f"it in shape {list(described.shape)}: make a new optimizer to start without this state"
                 )
             # A tensor of the parameter's shape gets the parameter's strides; other tensors are contiguous.
             state[part] = laid_out(plain, layout.stride) if plain.shape == layout.shape else plain.contiguous()
@@ -240,10 +241,9 @@ def _kind(value: Any) -> object:
 
 @dataclass(eq=False)
 class Runs:
-    """Makes the updates by one optimizer's own code, and collects the shared values that they change.
+    """Makes the `OwnUpdate` objects of one optimizer, and collects the shared values that these updates change.
 
-    A run's changes to values other than its parameter and state are set on the optimizer by `adopt`, after all runs of
-    the step have ended.
+    After all runs of a step have ended, `adopt` sets the changed shared values on the optimizer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -255,7 +255,7 @@ class Runs:
         # True for torch's own classes, whose code changes only parameters and their state.
         self.is_known = known(self.optimizer)
         self._kinds_ended: set[Hashable] = set()
-        # By parameter name: the number of its group, and the changes by its last run.
+        # By the name of a parameter: the number of its group, and the changes that its last run made to shared values.
         self._ends: dict[str, tuple[int, Mapping[SharedName, Any]]] = {}
 
     def update(
@@ -269,9 +269,10 @@ class Runs:
         first: bool,
         method: str = "step",
     ) -> tuple[OwnUpdate, bool]:
-        """Returns the update of a parameter of `dtype`, and whether it may run after the commit, when it must not fail.
+        """Returns the update of a parameter of `dtype`, and whether this update may run after the commit.
 
-        It may only if the code is torch's own, and a run of the same kind with the same options has succeeded.
+        An update after the commit must not fail. So the code must be torch's own, and a run of the same kind with the
+        same options must have succeeded before.
         """
         self._ends.pop(name, None)
         options = self.optimizer.param_groups[group].items()
@@ -296,17 +297,18 @@ class Runs:
         if lost is not None:
             raise UsageError(
                 f"{named(self.optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
-                "committed with the step: only numbers and text can. Keep it in one of these, or use another optimizer"
+                "committed with the step: only numbers and text can. Change the optimizer so that "
+                "it keeps a number or text there, or use another optimizer"
             )
         self._ends[name] = group, changes
 
     def adopt(
         self, names: Iterable[str], finish: Callable[[], None], changed: Mapping[SharedName, Any] | None = None
     ) -> Callable[[], None]:
-        """Sets the values that the runs of parameters `names` changed; returns a function that reverts that.
+        """Sets the shared values that the runs of the parameters `names` changed; returns a function that undoes this.
 
-        `finish` waits until all runs have ended. `changed`: the changes that each run must have made; they are set even
-        if no parameter had a run.
+        `finish` waits until all runs have ended. `changed` has the changes that every run must have made. These changes
+        are set even if no parameter had a run.
         """
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]
@@ -316,8 +318,8 @@ class Runs:
             changes = common_end(ends)
         except Disagreement as error:
             raise UsageError(
-                f"{named(self.optimizer)} changed {error.place} in another way for each parameter, so that this step "
-                "would not be torch's: call zero_grad(), and use an optimizer that does not"
+                f"{named(self.optimizer)} changed {error.place} to values that differ between parameters, so this step "
+                "would differ from torch's step: call zero_grad(), and use another optimizer"
             ) from None
         before = [(place, copied(self._home(place).get(place.name, GONE))) for place in changes]
         for place, value in changes.items():
@@ -331,7 +333,7 @@ class Runs:
         return revert
 
     def switched(self, mode: str) -> dict[SharedName, Any]:
-        """Calls `train()` or `eval()` on a copy; returns the changes of values that all parameters share."""
+        """Calls `train()` or `eval()` on a copy of the optimizer; returns the shared values that the call changed."""
         if not callable(getattr(type(self.optimizer), mode, None)):
             return {}
         begin = SharedValues.of(self.optimizer).copy()

@@ -1,4 +1,4 @@
-"""Unwraps and joins the optimizers that `offload()` is given, and records which of them owns which parameter."""
+"""Unwraps and joins the optimizers that `offload()` gets, and records which group owns each parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class JoinedOptimizers(torch.optim.Optimizer):
-    """The optimizers of a list that `offload()` was given, as one; its own `step()` never runs."""
+    """A single optimizer that joins the optimizers of a list that `offload()` got. Its `step()` never runs."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
-        """Takes the members' own group dicts, so that an option set in a member is set in this optimizer, too."""
+        """Uses the group dicts of the members, so that an option set in a member is set in this optimizer, too."""
         # Optimizer.__init__ is not called: it rejects a mix of groups with and without parameter names.
         self.members = tuple(members)
         self.param_groups = [group for member in self.members for group in member.param_groups]
@@ -34,7 +34,7 @@ def members_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer,
 
 
 def joined(optimizers: Sequence[Any]) -> Any:
-    """Joins a list of optimizers into one; if the list has a single optimizer, returns that."""
+    """Joins a list of optimizers into one optimizer; returns the only optimizer of a list with one element."""
     if not optimizers:
         raise ConfigError("the list of optimizers is empty: give the optimizers that own the model's parameters")
     for place, one in enumerate(optimizers):
@@ -51,7 +51,7 @@ def title_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def roster_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Returns the class and number of groups of each joined optimizer, for commits; empty for a single one."""
+    """Returns the class and number of groups of each joined optimizer, for commits; empty for a single optimizer."""
     members = members_of(optimizer)
     if len(members) == 1:
         return []
@@ -76,27 +76,35 @@ def is_owners(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Rejects a store or checkpoint (`where`) of other optimizers; `stored` is empty if it had a single optimizer."""
+    """Rejects a store or checkpoint of other optimizers.
+
+    `where` names the store or checkpoint. `stored` is empty if the stored run had a single optimizer.
+    """
     if [(one["optimizer"], one["groups"]) for one in own] != [(one["optimizer"], one["groups"]) for one in stored]:
         had, has = _listed(stored), _listed(own)
         raise ConfigError(
-            f"{where} was made with {had}, and offload() was given {has}: give those of the run, in their order"
+            f"{where} was made with {had}, but offload() got {has}: pass the same optimizers, in the same order"
         )
 
 
-# More runs than a model of thousands of layers needs; a commit has room for 128 KiB of options.
+# The maximum number of runs (see `GroupOwners`) that a commit stores, because a commit has room for 128 KiB of options.
+# Even a model of thousands of layers needs fewer runs.
 _RUNS_MAX = 4096
 
 
 class GroupOwners:
-    """The group of each parameter, for commits: stored options are given to groups by number, so the groups must match.
+    """The group of each parameter, for commits.
 
-    A commit stores these groups as runs, in the order of parameter names: the number of a group, then the number of
-    consecutive parameters that it owns, and so on for each run.
+    A resume gives stored options to groups by number, so the groups must be the same. A commit stores these groups as
+    runs, in the order of parameter names: the number of a group, then the number of consecutive parameters that it
+    owns, and so on for each run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-        """`names` has the parameters' names by id; on a rank, only parameters with rows on that rank."""
+        """`names` has the parameters' names by id.
+
+        With several ranks, it has only parameters with rows on this rank.
+        """
         groups = optimizer.param_groups
         owned = [(id(one), number) for number, group in enumerate(groups) for one in group["params"]]
         self._owners = dict(sorted((names[one], number) for one, number in owned if one in names))
@@ -108,7 +116,10 @@ class GroupOwners:
         return list(chain(*runs)) if self._count > 1 and len(runs) <= _RUNS_MAX else []
 
     def require_same(self, groups: int, runs: Sequence[int], where: str) -> None:
-        """Rejects stored options (from `where`) of `groups` groups if these owned other parameters than now."""
+        """Rejects stored options if their groups owned other parameters than the present groups.
+
+        `groups` is the stored number of groups. `where` names the store or checkpoint.
+        """
         # `require_as_many` checks the number of groups. On a rank without rows of some parameters the counts differ:
         # the first rank, which has rows of all parameters, makes the comparison.
         if groups != self._count or sum(runs[1::2]) != len(self._owners):
@@ -121,9 +132,9 @@ class GroupOwners:
         ]
         if moved:
             raise ConfigError(
-                f"{where} has its options (lr, weight_decay and so on) by group, and the groups had other parameters: "
-                f"{'; '.join(moved[:3])}{'; and so on' if moved[3:] else ''}. Nothing was changed: make the optimizer "
-                "with the groups that it had"
+                f"{where} has options (lr, weight_decay and so on) for each group, but the groups had other "
+                f"parameters then: {'; '.join(moved[:3])}{'; and so on' if moved[3:] else ''}. Nothing was changed: "
+                "make the optimizer with the stored groups"
             )
 
 
@@ -143,24 +154,24 @@ def require_one_owner(optimizer: torch.optim.Optimizer, named: Mapping[str, torc
                     name = next((name for name, one in named.items() if one is parameter), "a parameter")
                     raise ConfigError(
                         f"{name} is owned by two of the optimizers ({type(other).__name__} and "
-                        f"{type(member).__name__}), and would be updated by both: give it to one of them"
+                        f"{type(member).__name__}), and would be updated by both: pass it to only one of them"
                     )
 
 
 class JoinedHooks(OrderedDict[int, Any]):
-    """The hooks of the returned optimizer, together with those of the original optimizers."""
+    """The hooks of the optimizer that `offload()` returns, together with the hooks of the original optimizers."""
 
     def __init__(self, members: Iterable[dict[int, Any]]) -> None:
         super().__init__()
         self._members = tuple(members)
 
     def values(self) -> Any:
-        """Returns all hooks: the originals' first, in their order."""
+        """Returns all hooks: first the hooks of the original optimizers, in their order."""
         return list(chain(*(member.values() for member in self._members), super().values()))
 
 
-# The wrapper classes, by module and name, because neither library need be installed: the attribute that has the
-# optimizer, and the call that wraps it.
+# For each wrapper class: the attribute that has the optimizer, and the call that wraps the optimizer. The table has
+# names instead of classes, because the libraries may not be installed.
 _WRAPPERS = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): ("optimizer", "accelerator.prepare()"),
     ("lightning.fabric.wrappers", "_FabricOptimizer"): ("_optimizer", "fabric.setup()"),
@@ -183,18 +194,18 @@ def _unwrapped(optimizer: Any) -> Any:
     more = _more_than_steps(optimizer)
     if more is not None:
         raise ConfigError(
-            f"{more}; give offload() the model and the optimizer before {call}, which then takes what it returns"
+            f"{more}: call offload() with the unwrapped model and optimizer, and pass its results to {call}"
         )
     return getattr(optimizer, attribute)
 
 
 def _more_than_steps(wrapper: Any) -> str | None:
-    """Describes the effect of a wrapper besides passing steps on; None if it only passes steps on."""
+    """Describes what a wrapper does in addition to calling step(); None if it only calls step()."""
     if hasattr(wrapper, "gradient_state"):
         if wrapper.scaler is not None:
             return "the AcceleratedOptimizer scales gradients (fp16)"
         steps = wrapper.gradient_state.num_steps
-        return None if steps == 1 else f"the AcceleratedOptimizer steps after {steps} backwards alone"
+        return None if steps == 1 else f"the AcceleratedOptimizer steps only once in {steps} backwards"
     strategy = wrapper._strategy  # noqa: SLF001
     if type(strategy).__name__ != "SingleDeviceStrategy":
         return f"Fabric's optimizer is stepped by its {type(strategy).__name__}"
@@ -209,7 +220,7 @@ def _wrapper(optimizer: Any) -> tuple[str, str] | None:
 
 
 def wrap_again(optimizer: Any, offloaded: torch.optim.Optimizer) -> None:
-    """Puts the offloaded optimizer into the original's wrapper, so that the user's reference stays valid."""
+    """Puts the offloaded optimizer into the wrapper of the original optimizer, which user code may still use."""
     found = _wrapper(optimizer)
     if found is not None:
         setattr(optimizer, found[0], offloaded)

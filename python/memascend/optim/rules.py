@@ -1,4 +1,4 @@
-"""Chooses how each parameter is updated, by the engine or by the optimizer's own code, and in which form of state."""
+"""Chooses, for each parameter, the format of its state, and whether the engine or the optimizer's code updates it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(kw_only=True, eq=False)
 class _Rule:
-    """The update of one parameter and the form of its state; `Arithmetic` chooses a rule before the store exists."""
+    """The update of one parameter, and the format of its state. `Arithmetic` makes a rule before the store exists."""
 
     arithmetic: Arithmetic
-    code: Runs  # the optimizer that owns the parameter, and the runs of its own code
+    code: Runs  # has the optimizer that owns the parameter, and runs this optimizer's own code
     number: int  # the number of the parameter's group among the groups of all optimizers
     name: str
     parameter: torch.Tensor
@@ -46,13 +46,13 @@ class _Rule:
     draws: bool = field(init=False, default=False)
     # The layout of the state if updates need the whole parameter at once; else None.
     whole: StateLayout | None = field(init=False, default=None)
-    # Whether updates need the parameter's values, in memory or read from storage; for the plan.
+    # Whether updates need the parameter's values: "resident" in memory, or "read" from storage. The plan uses this.
     needs_values: Literal["resident", "read", "never"] = field(init=False, default="never")
     # True if only the engine's own arithmetic updates the parameter, so that updates can be replayed from gradients.
     is_replayed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        # Read these now, before the parameter is offloaded.
+        # Read the shape, dtype and strides now, before the parameter is offloaded.
         self._shape, self._dtype = self.parameter.shape, self.parameter.dtype
         self._stride = dense_strides(self.parameter)
 
@@ -64,18 +64,18 @@ class _Rule:
         groups = self.arithmetic.optimizer.param_groups
         if self.number >= len(groups):
             raise UsageError(
-                f"optimizer.param_groups has lost the group of {self.name!r}, which it had at offload(): put it back "
-                "and call zero_grad(); freeze parameters with requires_grad_(False)"
+                f"the group of {self.name!r} was removed from optimizer.param_groups after offload(): add it again "
+                "and call zero_grad(). To freeze parameters, use requires_grad_(False)"
             )
         return groups[self.number]
 
     @property
     def has_master(self) -> bool:
-        """True if the state has an fp32 master weight for 16-bit values (unless they are rounded stochastically)."""
+        """False if 16-bit values are rounded stochastically. If True, 16-bit values have an fp32 master weight."""
         return not (self.format or "").startswith("stochastic")
 
     def options(self) -> dict[str, Any]:
-        """Returns the options of the group as an update would use them at present."""
+        """Returns the present options of the group, as an update uses them."""
         raise NotImplementedError
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Adam | Momentum | None:
@@ -96,12 +96,11 @@ class _Rule:
         values: torch.Tensor | None = None,
         early: bool = False,
     ) -> dict[str, Any] | None:
-        """Begins update number `done + 1` by `gradient`, multiplied by `scale`; returns the options that it uses.
+        """Begins update number `done + 1` with `gradient`, multiplied by `scale`; returns the options of the update.
 
-        If `gradient` is None, uses the spilled gradient, multiplied by each of `factors` in turn, then by `scale`.
-        `values` are the parameter's values, if they are in memory. With `early`, the gradient is spilled as well, and
-        only the engine's own arithmetic may run: returns None, and begins nothing, if the optimizer's own code would
-        have to run.
+        If `gradient` is None, uses the spilled gradient, multiplied by each of `factors`, and then by `scale`. `values`
+        are the parameter's values, if they are in memory. With `early`, the gradient is also spilled, and only the
+        engine's own arithmetic may run. If the optimizer's own code would have to run, begins nothing and returns None.
         """
         options = self.options()
         is_sparse = gradient is not None and gradient.is_sparse
@@ -122,19 +121,22 @@ class _Rule:
     def _run(self, *_: Any, **__: Any) -> None:
         """Begins a run of the optimizer's own code; only `OwnRule` supports it."""
         raise UsageError(
-            f"{type(self.code.optimizer).__name__} does not support sparse gradients, and {self.name!r} has one; use "
-            "SparseAdam or SGD, or an embedding without sparse=True"
+            f"{type(self.code.optimizer).__name__} does not support sparse gradients, but {self.name!r} has a sparse "
+            "gradient: use SparseAdam or SGD, or an embedding without sparse=True"
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """Stages the optimizer's `train()` or `eval()` for the parameter; returns False if it changes nothing."""
+        """Stages what `train()` or `eval()` of the optimizer changes in the parameter; False if nothing changes."""
         del engine, mode, done
         return False
 
 
 @dataclass(kw_only=True, eq=False)
 class EngineRule(_Rule):
-    """Adam, or SGD with momentum, by the engine's arithmetic on state in the engine's form."""
+    """Updates a parameter by Adam or by SGD with momentum.
+
+    The engine computes the update, on state in its own format.
+    """
 
     kind: Literal["adam", "momentum"]
 
@@ -173,8 +175,8 @@ class EngineRule(_Rule):
         group = self._group
         if group.get("amsgrad") if self.kind == "adam" else not group["momentum"]:
             raise UsageError(
-                f"the options of {self.name!r} now need other state than it has (amsgrad, say): set them before "
-                "offload()"
+                f"the options of {self.name!r} were changed so that it needs other state (amsgrad or momentum): set "
+                "these options before offload()"
             )
         numbers = "lr", "weight_decay", *(("eps",) if self.kind == "adam" else ("momentum", "dampening"))
         options: dict[str, Any] = {name: float(group[name]) for name in numbers}
@@ -194,7 +196,7 @@ class EngineRule(_Rule):
         return kind(step=done + 1, grad_scale=scale, seed=self.arithmetic.seed, **options)  # type: ignore[no-any-return]
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
-        """Returns the stored state after `done` updates, by torch's names, with the master."""
+        """Returns the state after `done` updates, by torch's names, including the master weights."""
         form = self._form
         found = {"master": values, **state} if form is None else decode_state(values, state, form)
         master = {"master": found.pop("master")}
@@ -207,7 +209,10 @@ class EngineRule(_Rule):
 
 @dataclass(kw_only=True, eq=False)
 class OwnRule(_Rule):
-    """Runs any optimizer's own code on its own state; plain SGD uses the engine's arithmetic, which has equal bits."""
+    """Updates a parameter by the optimizer's own code.
+
+    For plain SGD the engine computes the update instead, with the same bits.
+    """
 
     layout: StateLayout
 
@@ -218,7 +223,8 @@ class OwnRule(_Rule):
         if self._dtype != torch.float32 and self.format is None and not self.is_replayed:
             self.needs_values = "read"
         else:
-            # With a format, torch's own code reads the values; with a master, an update only writes them.
+            # If the state has a format, torch's own code reads the values. If the state has a master, an update only
+            # writes the values.
             self.needs_values = "resident" if self._dtype == torch.float32 or self.format else "never"
 
     def describe(self) -> dict[str, torch.Tensor]:
@@ -236,7 +242,9 @@ class OwnRule(_Rule):
         return group_options(self._group)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
-        """Returns the engine's arguments for SGD; its updates are then bit-identical to torch's without `fused`.
+        """Returns the engine's arguments for SGD.
+
+        The engine's updates are bit-identical to torch's updates without `fused`.
 
         Returns None for `fused=True` (with momentum, torch's fused kernel has other bits), and for options that only
         torch's own code handles: numbers out of range, or a momentum that does not match the state.
@@ -289,12 +297,13 @@ class OwnRule(_Rule):
         if done == 0:
             # offload() has verified that a change of mode before the first step changes no parameter.
             return False
-        # The engine requires a gradient. No code reads this one, and pages that are never written take no memory.
+        # The engine requires a gradient, so it gets an empty tensor. No code reads this tensor, and its pages take no
+        # memory, because no code writes to them.
         self._run(engine, done, Given(), self._empty("cpu"), method=mode)
         return True
 
     def state(self, values: torch.Tensor, state: dict[str, torch.Tensor], done: int) -> dict[str, Any]:
-        """Returns the stored state after `done` updates, by torch's names, with the master."""
+        """Returns the state after `done` updates, by torch's names, including the master weights."""
         if self.format is not None:
             state = decode_state(values, state, self.format)
         master = {"master": state.pop("master", values)}
@@ -311,10 +320,11 @@ def takes_engine_state(
     master_dtype: torch.dtype | None,
     given: str | None,
 ) -> Literal["adam", "momentum"] | None:
-    """Returns the engine's arithmetic for a parameter of `dtype` in `group`, or None if it keeps the optimizer's state.
+    """Returns the engine's arithmetic for a parameter of `dtype` in `group`; None if the engine does not update it.
 
-    The engine runs Adam and AdamW (exact types) if master and moments are float32 or in a format (`given`), and SGD if
-    its momentum is in a format.
+    `given` is the format of the state, if the state has a format. The engine runs Adam and AdamW, but not their
+    subclasses, if master weights and moments are float32 or in a format. The engine runs SGD if the momentum is in a
+    format.
     """
     kind = engine_kind(optimizer)
     if kind == "adam":
@@ -327,7 +337,7 @@ class Arithmetic:
     """Holds the rules of all parameters, and the optimizers that own the parameters.
 
     `sparse` has the ids of parameters whose gradients may be sparse: they are updated whole. `formats` has the state
-    formats; only optimizers that support a format get it. `names` has the parameters' names by id.
+    formats; an optimizer gets only a format that it supports. `names` has the parameters' names by id.
     """
 
     def __init__(
@@ -367,7 +377,7 @@ class Arithmetic:
         self._owners = GroupOwners(optimizer, names)
 
     def shared(self, group: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns one shared object for equal options, because a group may have thousands of parameters."""
+        """Returns one object for equal options of a group, so that thousands of parameters can share the object."""
         if self._options.get(group) != options:
             self._options[group] = options
         return self._options[group]
@@ -378,18 +388,21 @@ class Arithmetic:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of memory for the largest parameter that is updated whole."""
+        """The bytes of memory for the largest parameter that is updated whole."""
         return _aligned(rule.whole.whole_bytes for rule in self.rules.values() if rule.whole is not None)
 
     @property
     def whole_next_bytes(self) -> int:
-        """Bytes to read a parameter while the previous one is updated whole; the smaller one of each pair counts."""
+        """The bytes of memory to read the next parameter while a parameter is updated whole.
+
+        Of each two consecutive parameters the smaller one counts. The result is the largest of these sizes.
+        """
         found = [(rule.code, rule.whole.stored_bytes) for rule in self.rules.values() if rule.whole is not None]
         return _aligned(min(one, other) for (code, one), (after, other) in pairwise(found) if code is after)
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
-        """The strongest need of any rule for the parameter's values, for the plan."""
+        """The `needs_values` of all rules together: "read" if a rule has it, else "resident" if a rule has it."""
         needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 
@@ -409,7 +422,7 @@ class Arithmetic:
         finish: Callable[[], None],
         changed: Mapping[int, Mapping[SharedName, Any]] | None = None,
     ) -> Callable[[], None]:
-        """Sets the values that the runs of parameters `names` changed; returns a function that reverts that.
+        """Sets the shared values that the runs of the parameters `names` changed; returns a function that undoes this.
 
         `changed` is the result of `switched`, or None after a step. See `Runs.adopt`.
         """
@@ -422,12 +435,15 @@ class Arithmetic:
             return undo.pop_all().close
 
     def switched(self, mode: str) -> dict[int, Mapping[SharedName, Any]]:
-        """Returns the changes by `train()` or `eval()` for all parameters alike, by first group of each optimizer."""
+        """Returns the shared values that `train()` or `eval()` changes, by the first group number of each optimizer."""
         found = {member.first_group: member.switched(mode) for member in self.members}
         return {first: changes for first, changes in found.items() if changes}
 
     def attributes(self) -> dict[str, Any]:
-        """Returns the attributes that steps change, as JSON; of several optimizers, by the optimizer's number."""
+        """Returns the attributes that steps change, as JSON.
+
+        If there are several optimizers, the keys are their numbers.
+        """
         found = [{} if member.is_known else member.attributes() for member in self.members]
         if len(found) == 1:
             return found[0]
@@ -446,11 +462,11 @@ class Arithmetic:
         return {**seed, **{name: value for name, value in found.items() if value}}
 
     def take_seed(self, stored: Mapping[str, Any]) -> None:
-        """Takes the stored seed, if rules use one and the commit has one."""
+        """Uses the stored seed, if the rules use a seed and the commit has a seed."""
         if "seed" not in self.committed() or "seed" not in stored:
             return
         if self.seed not in (0, stored["seed"]):
-            warn(f"the stored seed stands: {stored['seed']}, and not {self.seed}; for another seed begin another store")
+            warn(f"the stored seed {stored['seed']} is used, not {self.seed}: to use another seed, start a new store")
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
@@ -461,18 +477,18 @@ class Arithmetic:
 
 
 def _aligned(sizes: Iterable[int]) -> int:
-    """Returns the largest of `sizes` in whole pages, with room to begin each of 16 tensors on a cache line."""
+    """Returns the largest of `sizes` in whole pages, with room to align 16 tensors to cache lines."""
     largest = max(sizes, default=0)
     return whole_pages(largest + 64 * 16) if largest else 0
 
 
 class GroupMembers:
-    """Records each group's parameters at offload(), for which the rules were chosen, to detect later changes."""
+    """Records the parameters of each group at offload(), so that later changes of the groups are detected."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         """Records the current parameters of `groups`."""
         self._groups = groups
-        # Holds references to the parameters: a new one cannot get the id of a deleted one.
+        # These references keep the parameters alive, so that no new parameter gets the id of a deleted parameter.
         self._members: list[list[torch.Tensor]] = [list(group["params"]) for group in groups]
 
     def require_same(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -485,8 +501,8 @@ class GroupMembers:
         had = ", ".join(str(len(members)) for members in self._members)
         has = ", ".join(str(len(params)) for params in found) or "no"
         raise UsageError(
-            "optimizer.param_groups has other groups, or other parameters in them, than at offload() "
-            f"({has} parameters, and had {had}): put them "
-            "back and call zero_grad(); freeze parameters with requires_grad_(False), set the options of a group "
-            "in place, and for other groups save() and offload() anew"
+            "the groups in optimizer.param_groups, or their parameters, were changed after offload() "
+            f"(the groups have {has} parameters, and had {had}): "
+            "undo the change and call zero_grad(). To freeze parameters, use requires_grad_(False). To change options, "
+            "set them in the dict of the group. To use other groups, call save(), then offload() with a new optimizer"
         )

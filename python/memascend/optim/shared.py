@@ -1,4 +1,4 @@
-"""Copies optimizers and their options, and tracks the values that a step changes for all parameters alike."""
+"""Copies optimizers and their options, and tracks the values that all parameters of an optimizer share."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
 
-# Tensors up to this size are copied for each update; a larger tensor is a table that steps only read.
+# Tensors up to this number of elements are copied for each update. A larger tensor is assumed to be a table that steps
+# only read.
 _COPIED_NUMEL = 4096
 
 
 def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None) -> Any:
     """Returns a copy of nested containers and tensors; repeated references to one object stay references to one copy.
 
-    Large tensors and objects of other classes are shared, not copied, unless `deep`: then only functions, classes and
-    modules are shared. `memo` holds the copies made so far, by the ids of their originals.
+    Without `deep`, large tensors and objects of other classes are shared instead of copied. With `deep`, only
+    functions, classes and modules are shared. `memo` holds the copies made so far, by the ids of their originals.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
         return memo[id(value)][0]
     made = _copied(value, deep=deep, memo=memo)
-    # Holds a reference to the value: a new object cannot get its id.
+    # `memo` keeps the value alive, so that no new object gets the id of the value.
     memo[id(value)] = made, value
     return made
 
@@ -67,7 +68,7 @@ def same(one: Any, other: Any) -> bool:
     elif isinstance(one, list | tuple | deque):
         equal = len(one) == len(other) and all(map(same, one, other))
     elif isinstance(one, int | float | str | bytes | complex | set | frozenset):
-        # NaN differs from itself.
+        # NaN is not equal to NaN, but is the same value here.
         equal = bool(one == other or (one != one and other != other))  # noqa: PLR0124
     else:
         equal = hasattr(one, "__dict__") and same(vars(one), vars(other))
@@ -108,7 +109,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if name not in _OWN
         and not name.startswith("_optimizer_")
         and not callable(getattr(torch.optim.Optimizer, name, None))
-        # `cloned` binds such a method to the copy.
+        # Methods that are bound to the optimizer are left out: `cloned` binds them to the copy.
         and not (isinstance(value, types.MethodType) and value.__self__ is optimizer)
     }
 
@@ -119,7 +120,7 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arithmetic_dtype(dtype: torch.dtype, master_dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype in which a parameter is updated: that of its master, if it has one."""
+    """Returns the dtype in which a parameter is updated: the dtype of its master weights, or else its own dtype."""
     return master_dtype if master_dtype is not None and dtype.itemsize == 2 else dtype
 
 
@@ -169,14 +170,14 @@ def cloned(
 def run(copy: torch.optim.Optimizer, method: str = "step") -> None:
     """Runs a method of a copy as its class defines it, without hooks."""
     function = getattr(type(copy), method)
-    # torch wraps the step of every class to run hooks, including global ones.
+    # torch wraps the step of every class to run hooks, including global hooks.
     if getattr(function, "hooked", False):
         function = function.__wrapped__
     function(copy)
 
 
 def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
-    """Creates the state of Adagrad, because some versions of torch create it in `__init__` alone."""
+    """Creates the state of Adagrad, because some versions of torch create this state only in `__init__`."""
     begin = copy.defaults["initial_accumulator_value"]
     for group in copy.param_groups:
         for parameter in group["params"]:
@@ -186,7 +187,7 @@ def _begin_adagrad(copy: torch.optim.Adagrad) -> None:
 
 
 _UNCHANGED = object()
-# Marks a missing value, or one that a step removed.
+# Stands for a value that is missing, or that a step removed.
 GONE = object()
 
 
@@ -217,7 +218,7 @@ class SharedValues:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> SharedValues:
-        """Returns the optimizer's shared values, not copied."""
+        """Returns the optimizer's shared values, without copying them."""
         groups = [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
@@ -225,7 +226,8 @@ class SharedValues:
 
     def copy(self, *, deep: bool = False) -> SharedValues:
         """Returns a copy; see `copied`."""
-        # One call copies both, so that shared tensors stay shared: a default is often one tensor in all groups.
+        # One call of `copied` copies attributes and groups, so that a tensor in several groups stays a single tensor.
+        # The default of an option is often such a tensor.
         attributes, groups = copied((self.attributes, self.groups), deep=deep)
         return SharedValues(attributes, groups)
 
@@ -256,7 +258,8 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[SharedName, Any]:
     """Returns the changes of a whole step, given each run's group number and the changes by that run.
 
-    The runs of a group's own parameters decide about the group's options; if it had no runs, all other runs decide.
+    For the options of a group, the runs of the group's parameters decide. If the group had no runs, all other runs
+    decide.
 
     Raises:
         Disagreement: the runs ended with different values.
@@ -275,7 +278,8 @@ def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[Sha
 
 def storable(value: Any) -> bool:
     """True if a value can be stored as JSON and restored without loss."""
-    # numpy.float64 is a subclass of float, and numpy's integers are registered as Integral.
+    # This accepts numpy's numbers, too: numpy.float64 is a subclass of float, and numpy's integers are registered as
+    # Integral.
     if type(value) in {bool, int, str, type(None)} or isinstance(value, float | numbers.Integral):
         return True
     if isinstance(value, torch.Tensor):
@@ -329,7 +333,7 @@ def restored(value: Any, like: Any) -> Any:
 
 @dataclass(frozen=True)
 class TensorParts:
-    """The composition of a tensor subclass from other tensors."""
+    """Describes how a tensor of a subclass is composed of other tensors."""
 
     kind: Any  # the subclass
     context: Any  # the second result of `__tensor_flatten__`
@@ -357,7 +361,7 @@ class TensorParts:
         return found
 
     def apart(self, name: str, value: Any) -> dict[str, torch.Tensor]:
-        """Returns the plain tensors of a value that fits, by name."""
+        """Returns the plain tensors of `value`, by name; `fits(value)` must be true."""
         found: dict[str, torch.Tensor] = {}
         for part, inner in self.parts.items():
             tensor: torch.Tensor = getattr(value, part)
@@ -365,7 +369,7 @@ class TensorParts:
         return found
 
     def together(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the value, on the memory of its plain tensors."""
+        """Returns the composed tensor, which uses the memory of the plain tensors in `tensors`."""
         parts = {
             part: tensors[f"{name}.{part}"] if inner is None else inner.together(f"{name}.{part}", tensors)
             for part, inner in self.parts.items()
@@ -391,13 +395,13 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
-    """Rejects stored options of another number of groups."""
+    """Rejects stored options if they are for another number of groups."""
     if stored is None or len(stored) != len(groups):
         names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
         raise ConfigError(
-            f"the stored state has the options of {len(stored or [])} parameter groups, and the optimizer has "
-            f"{len(groups)} ({names} parameters); nothing was changed: make the optimizer with the groups that it had, "
-            'or begin anew with existing="replace"'
+            f"the stored state has options for {len(stored or [])} parameter groups, but the optimizer has "
+            f"{len(groups)} ({names} parameters). Nothing was changed: make the optimizer with the stored run's "
+            'groups, or start a new run with existing="replace"'
         )
 
 
@@ -433,19 +437,19 @@ def take_options(
     if changed:
         number, name, own, _ = changed[0]
         words = (
-            "the stored options stand, and differ from the optimizer's: "
+            "the stored options are used instead of the optimizer's: "
             + "; ".join(f"group {number}: {name} {own} -> {value}" for number, name, own, value in changed)
-            + ". To train with your own, set them after offload(): "
+            + ". To use your own options, set them after offload(): "
             + f"optimizer.param_groups[{number}][{name!r}] = {own!r}"
         )
         if any(name == "lr" for _, name, _, _ in changed):
-            words += "; a learning rate scheduler computes from its base_lrs: set those, too"
+            words += "; a learning rate scheduler computes from its base_lrs: set these, too"
         warn(words)
     return given
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """True if a scheduler computed the stored option from a value that equals the given one."""
+    """True if a scheduler computed the stored option from a value that equals the given option."""
     if name not in given:
         # A scheduler adds such an option: initial_lr, max_lr and so on.
         return True

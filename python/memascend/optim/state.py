@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# Steps of a trial on meta or on small tensors: enough to find state that appears later, or grows.
+# The number of steps of a trial on meta or on small tensors: enough to find state that appears or grows in a later
+# step.
 _STEPS = 7
-# Steps of a trial with a parameter of true size, which may be large.
+# The number of steps of a trial with a parameter of true size, which may be large.
 _TRUE_STEPS = 2
 # The dimensions of a small trial parameter. They all differ, so that the shape of a state tensor identifies them.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -59,7 +60,7 @@ class StateTrials:
     _found: dict[tuple[int, torch.Size, torch.dtype], dict[str, Any]] = field(init=False, default_factory=dict)
 
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
-        """Returns the layout of the state of a parameter, which may be on "meta", in group number `group`.
+        """Returns the layout of the state of `parameter` in group number `group`. The parameter may be on "meta".
 
         The layout also has existing state that a step would not make, like Adam's maximum after amsgrad was switched
         off.
@@ -70,7 +71,7 @@ class StateTrials:
         layout = StateLayout(
             shape=parameter.shape,
             # Strides with repeated or skipped elements have no dense layout: `preserve_format` replaces them by dense
-            # ones.
+            # strides.
             stride=torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride(),
             dtype=dtype,
             master=dtype != parameter.dtype,
@@ -86,10 +87,11 @@ class StateTrials:
         if existing and self._run_mode.stacks and not same(_shapes(tried), _shapes(existing)):
             raise ConfigError(
                 f"{named(optimizer)} has the state of several parameters in one stacked tensor, which offload() cannot "
-                "split: start without its state, by a new optimizer"
+                "split: make a new optimizer to start without this state"
             )
         for name, value in {**tried, **existing}.items():
-            # The trial's value describes a tensor subclass: the existing value may have the parameter's 16-bit dtype.
+            # For a tensor subclass, the layout describes the trial's value: the existing value may have the parameter's
+            # 16-bit dtype.
             described = tried[name] if parts_of(value) and name in tried else value
             _add(layout, optimizer, parameter.dtype, name, described)
         return layout
@@ -99,7 +101,7 @@ class StateTrials:
     ) -> dict[str, Any]:
         after = functools.partial(self._after, group, dtype, attributes)
         if attributes:
-            # The user set attributes on this parameter: other parameters do not share the result.
+            # The user set attributes on this parameter, so other parameters cannot share the result of its trial.
             return self._tried(shape, after)
         kind = group, shape, dtype
         if kind not in self._found:
@@ -111,7 +113,7 @@ class StateTrials:
         small = torch.Size(1 if dim == 1 else unlike for dim, unlike in zip(shape, _SMALL_DIMS, strict=False))
         ways = [_Way(small), _Way(small, sparse=True)]
         if not known(self._optimizer):
-            # State may depend on the size: first try a parameter on meta, then one in memory.
+            # State may depend on the size, so try a parameter of true size: first on meta, then in memory.
             ways = [_Way(shape, "meta"), _Way(shape, steps=_TRUE_STEPS), ways[1]]
             self._refuse_kinds_by_value(small, after)
         failed: Exception | None = None
@@ -120,7 +122,7 @@ class StateTrials:
                 continue
             try:
                 state = after(way)
-                # A step may make state of another kind on tensors that have values.
+                # For tensors with values, a step may make state of another kind than for tensors on meta.
                 if way.device == "meta" and not _alike(state, after(_Way(small))):
                     continue
             except ConfigError:
@@ -130,8 +132,9 @@ class StateTrials:
                 continue
             return {name: _scaled(self._optimizer, name, value, way.size, shape) for name, value in state.items()}
         raise ConfigError(
-            f"the state that {named(self._optimizer)} keeps for a parameter of shape {list(shape)} could not be found "
-            f"out: its step failed ({type(failed).__name__}: {failed}). Use another optimizer: docs/optimizers.md"
+            f"memascend could not find out which state {named(self._optimizer)} keeps for a parameter of shape "
+            f"{list(shape)}: its step failed ({type(failed).__name__}: {failed}). Use an optimizer listed in "
+            "docs/optimizers.md"
         ) from failed
 
     def _refuse_kinds_by_value(self, small: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> None:
@@ -146,7 +149,7 @@ class StateTrials:
         if differs is not None:
             raise ConfigError(
                 f"{named(self._optimizer)} keeps {differs!r} as another kind of value where the parameter is zero; "
-                "only one kind of state can be streamed. Use another optimizer: docs/optimizers.md"
+                "memascend can stream a state of one kind only. Use an optimizer listed in docs/optimizers.md"
             )
 
     def _after(self, group: int, dtype: torch.dtype, attributes: Mapping[str, Any], way: _Way) -> dict[str, Any]:
@@ -164,9 +167,9 @@ class StateTrials:
     def _stepping(
         self, group: int, parameter: torch.Tensor, gradients: Iterator[torch.Tensor], options: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Steps `parameter` in a copy of the optimizer, changing the parameter; yields its state after each step.
+        """Steps a copy of the optimizer, which changes `parameter`; yields the parameter's state after each step.
 
-        `group` is the number of the parameter's group; `options` override those of every group that has such an option.
+        `group` is the number of the parameter's group; `options` replace the options of the same names in every group.
         """
         shared = SharedValues.of(self._optimizer).copy(deep=True)
         for made in shared.groups:
@@ -194,13 +197,16 @@ def _kind(value: Any) -> Any:
 
 
 def _sparse(values: torch.Tensor) -> torch.Tensor:
-    # Disables the check of invariants explicitly: torch warns if a call leaves the setting open.
+    # torch would warn if `check_invariants` were not set explicitly.
     indices = torch.zeros((1, 1), dtype=torch.int64)
     return torch.sparse_coo_tensor(indices, torch.ones_like(values[:1]), values.shape, check_invariants=False)
 
 
 def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the state after the first step; raises ConfigError if a later step changes its names or shapes."""
+    """Returns the state after the first step.
+
+    Raises ConfigError if a later step changes names or shapes of the state.
+    """
     first = next(states)
     if known(optimizer):
         return first
@@ -208,8 +214,8 @@ def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) 
     for number, later in enumerate(states, 2):
         if not same(shapes, _shapes(later)):
             raise ConfigError(
-                f"{named(optimizer)} keeps other state after step {number} than after its first; only state that is "
-                "there from the first step on can be streamed. Use another optimizer: docs/optimizers.md"
+                f"{named(optimizer)} keeps other state after step {number} than after step 1; memascend can stream "
+                "only state that each step keeps. Use an optimizer listed in docs/optimizers.md"
             )
     return first
 
@@ -222,14 +228,14 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled(optimizer: torch.optim.Optimizer, name: str, value: Any, size: Sequence[int], shape: torch.Size) -> Any:
-    """Returns a value of a small parameter's state, with the shape that it has for a parameter of `shape`."""
+    """Returns a value of a small parameter's state, with the shape that the value has for a parameter of `shape`."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or tuple(size) == tuple(shape):
         return value
     dims = {1: 1, torch.Size(size).numel(): shape.numel(), **dict(zip(size, shape, strict=True))}
     if parts_of(value) is not None or any(dim not in dims for dim in value.shape):
         raise ConfigError(
-            f"the shape of {name!r}, which {named(optimizer)} keeps, does not follow from that of the parameter, so no "
-            "place can be planned for it: use another optimizer (docs/optimizers.md)"
+            f"the shape of the state {name!r} of {named(optimizer)} does not follow from the parameter's shape, so "
+            "memascend cannot plan memory for this state: use an optimizer listed in docs/optimizers.md"
         )
     return torch.empty([dims[dim] for dim in value.shape], dtype=value.dtype, device="meta")
 
@@ -243,19 +249,19 @@ _MASTER = "master"
 class StateLayout:
     """The state that an optimizer keeps for one parameter, as tensors for the store."""
 
-    # The state's tensors by torch's names, on "meta". Those of the parameter's shape have its strides; Python's numbers
-    # are 0-dim. "master" is added by memascend.
+    # The tensors of the state by torch's names, on "meta". Tensors of the parameter's shape have the parameter's
+    # strides. Python's numbers are 0-dim tensors. memascend adds "master".
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     # The types of the Python numbers in torch's state, by name; `tensors` has the numbers, too.
     numbers: dict[str, type] = field(default_factory=dict)
     # The composition of tensor subclasses in torch's state, by name; `tensors` has their plain tensors.
     parted: dict[str, TensorParts] = field(default_factory=dict)
     shape: torch.Size  # the shape of the parameter
-    stride: tuple[int, ...]  # the strides of the parameter, in elements, as its bytes are laid out
-    dtype: torch.dtype  # the dtype of the update's arithmetic: the master's if the parameter has one
+    stride: tuple[int, ...]  # the strides in which the parameter is stored, in elements
+    dtype: torch.dtype  # the dtype in which an update computes: the dtype of the master, if there is a master
     master: bool  # whether the parameter has a master, from which its values are rounded
     whole: bool  # whether an update needs the whole parameter at once
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # set by users on the parameter
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # attributes that users set
     run_mode: RunMode = PLAIN  # how the optimizer is run for one parameter
 
     @property
@@ -265,11 +271,11 @@ class StateLayout:
         return [*(name for name in self.tensors if name != _MASTER and name not in parts), *self.parted]
 
     def state_from(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Returns the state as torch has it, on the memory of `tensors`: with numbers and composed subclasses."""
+        """Returns the state in torch's form, with numbers and tensor subclasses, on the memory of `tensors`."""
         state: dict[str, Any] = {}
         for name in self.names:
             if name in self.parted:
-                # Quantised blocks divide a tensor row by row, so its parts must be contiguous.
+                # Quantised blocks divide a tensor row by row, so the parts of a tensor must be contiguous.
                 plain = {part: tensors[part].contiguous() for part in self.parted[name].names(name)}
                 state[name] = self.parted[name].together(name, plain)
             else:
@@ -278,8 +284,8 @@ class StateLayout:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes in memory while a whole parameter is updated, without tensors that the optimizer's step allocates."""
-        # With a master, the gradient is converted to the master's dtype.
+        """The bytes in memory while a parameter is updated whole, without tensors that the step allocates."""
+        # With a master, the gradient is also converted to the master's dtype, in another buffer.
         return self.stored_bytes + (self.shape.numel() * self.dtype.itemsize if self.master else 0)
 
     @property
@@ -295,7 +301,8 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
         return
     if not isinstance(name, str) or name == _MASTER or name in layout.tensors:
         raise ConfigError(
-            f"{named(optimizer)} keeps state under {name!r}, which cannot be stored: give it another name, a string"
+            f"{named(optimizer)} keeps state under {name!r}, a name that cannot be stored: use another string as "
+            "the name"
         )
     if type(value) in _NUMBERS:
         layout.numbers[name] = type(value)
@@ -309,8 +316,8 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
         if not plain or tensor.layout != torch.strided or part in layout.tensors:
             kind = f"a {type(tensor).__qualname__}" if not plain else "a sparse tensor"
             raise ConfigError(
-                f"{named(optimizer)} keeps {kind} as {part!r}; only dense tensors and numbers are streamed: "
-                "docs/optimizers.md lists optimizers that are"
+                f"{named(optimizer)} keeps {kind} as {part!r}; memascend can stream only dense tensors and numbers. "
+                "Use an optimizer listed in docs/optimizers.md"
             )
         dtype = layout.dtype if parts is None and tensor.dtype == narrow else tensor.dtype
         made = torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -331,10 +338,10 @@ def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"]
 
 
 def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
-    """Returns the format of a parameter with a master and a momentum that the optimizer's own code updates whole.
+    """Returns "compact fp32" for a bfloat16 parameter whose state is a master and a momentum, if it is updated whole.
 
-    "compact fp32" saves bytes and keeps the bits: the values are the upper halves of the master, whose lower halves
-    alone are stored beside them. Returns None for other parameters and state.
+    Returns None for other parameters and for other state. "compact fp32" saves bytes and keeps the bits: the values are
+    the upper halves of the master weights, so only the lower halves are stored in addition.
     """
     if elementwise(optimizer) or not layout.whole or not layout.master or parameter.dtype != torch.bfloat16:
         return None
@@ -348,7 +355,7 @@ def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, la
 
 
 def options_of_formats(formats: Iterable[str | None]) -> str:
-    """Returns the options of `offload()`, as a user writes them, that make records of these formats of the engine."""
+    """Returns the options of `offload()` that select these formats of the engine, as a user writes the options."""
     words = {word for given in formats for word in (given or "").split()}
     state = next((f"state={width!r}" for width in ("bf16", "8bit") if width in words), "state=None")
     return f"{state}, master_dtype=None, rounding='stochastic'" if "stochastic" in words else state
@@ -358,16 +365,19 @@ def options_of_formats(formats: Iterable[str | None]) -> str:
 class StateFormats:
     """The state formats that the options of `offload()` select."""
 
-    # The format of moments; None: the optimizer's own.
+    # The format of moments; None selects the optimizer's own format.
     state: Literal["fp32", "bf16", "8bit"] | None = None
-    stochastic: bool = False  # 16-bit parameters have no master weights, and are rounded stochastically
+    stochastic: bool = False  # True if 16-bit parameters have no master weights, and are rounded stochastically
     seed: int = 0  # the seed of stochastic rounding
     whole: frozenset[int] = frozenset()  # ids of parameters that keep 32-bit moments with "8bit": embeddings
-    # If a parameter has only a rank's rows of a whole parameter: the number of elements of the whole one, by id.
+    # For a parameter of which this rank has only some rows, by its id: the number of elements of the whole parameter.
     elements: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> dict[int, str]:
-        """Returns the engine's format of each parameter, by id; a parameter without one keeps its optimizer's state."""
+        """Returns the engine's format of each parameter, by id.
+
+        A parameter without a format keeps the optimizer's state.
+        """
         if self.state in (None, "fp32") and not self.stochastic:
             self._require_fp32(optimizer, master_dtype)
             return {}
@@ -377,27 +387,30 @@ class StateFormats:
         for group in optimizer.param_groups:
             if group.get("amsgrad"):
                 raise ConfigError(
-                    f"amsgrad keeps a third moment, which has no format of {self._asked}: set amsgrad=False, or leave "
-                    f"{self._asked} out"
+                    f"amsgrad keeps a third moment, which {self._asked} does not support: set amsgrad=False, or remove "
+                    f"{self._asked}"
                 )
             for parameter in filter(torch.is_floating_point, group["params"]):
                 found[id(parameter)] = self._format(parameter, self._width(parameter), master_dtype)
         if self.stochastic and not any(given.startswith("stochastic") for given in found.values()):
             raise ConfigError(
-                "rounding='stochastic' is for parameters of bfloat16 and float16, and the optimizer has none: leave it "
-                "out"
+                "rounding='stochastic' is for parameters of bfloat16 and float16, but the optimizer has none: remove "
+                "this option"
             )
         return found
 
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
-        """Returns the formats for each of several optimizers; one that supports none keeps its own state."""
+        """Returns the formats for each of several optimizers.
+
+        If an optimizer supports no format, it keeps its own state.
+        """
         capable = [engine_kind(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
         if not asked or len(optimizers) == 1 or not any(capable):
             return [self] * len(optimizers)
         others = [named(optimizer) for optimizer, can in zip(optimizers, capable, strict=True) if not can]
         if others and (self.stochastic or self.state != "fp32"):
-            _log.warning("%s does not apply to %s, whose state stays as it keeps it", self._asked, " and ".join(others))
+            _log.warning("%s has no effect on the state of %s", self._asked, " and ".join(others))
         narrow = [
             any(one.dtype in _16_BITS for group in optimizer.param_groups for one in group["params"])
             for optimizer in optimizers
@@ -417,7 +430,7 @@ class StateFormats:
         return f"state={self.state!r}"
 
     def _narrows_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True if the optimizer, Muon, runs its own code on a momentum that is stored in bfloat16."""
+        """True if the optimizer is Muon, and its own code runs on a momentum that is stored in bfloat16."""
         return self.state == "bf16" and not self.stochastic and type(optimizer) is torch.optim.Muon
 
     def _require_fp32(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
@@ -429,16 +442,16 @@ class StateFormats:
             parameter.dtype in _16_BITS for group in optimizer.param_groups for parameter in group["params"]
         ):
             raise ConfigError(
-                "state='fp32' with master_dtype=None: 16-bit parameters without fp32 master weights have 16-bit "
-                "moments in torch; pass rounding='stochastic' for moments of 32, or leave master_dtype out"
+                "state='fp32' with master_dtype=None: without fp32 master weights, torch keeps 16-bit moments for "
+                "16-bit parameters. Pass rounding='stochastic' for 32-bit moments, or remove master_dtype"
             )
 
     def _require_rule(self, optimizer: torch.optim.Optimizer) -> None:
         if engine_kind(optimizer) is None:
             what = "SGD without momentum" if type(optimizer) is torch.optim.SGD else named(optimizer)
             raise ConfigError(
-                f"the option {self._asked} is for torch's Adam, AdamW and SGD with momentum, and not for {what}: "
-                "leave it out"
+                f"the option {self._asked} is for torch's Adam, AdamW and SGD with momentum, not for {what}: "
+                "remove this option"
             )
 
     def _width(self, parameter: torch.Tensor) -> str:
@@ -452,8 +465,8 @@ class StateFormats:
         dtype = parameter.dtype
         if dtype not in _16_BITS | {torch.float32}:
             raise ConfigError(
-                f"a parameter is {dtype}, and {self._asked} is for float32, bfloat16 and float16: freeze it, or leave "
-                f"{self._asked} out"
+                f"a parameter has the dtype {dtype}, but {self._asked} supports only float32, bfloat16 and float16: "
+                f"freeze this parameter, or remove {self._asked}"
             )
         if dtype == torch.float32:
             return width
@@ -461,8 +474,8 @@ class StateFormats:
             return f"stochastic {width}".strip()
         if master_dtype is None:
             raise ConfigError(
-                f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights are updated with "
-                "rounding='stochastic' alone; pass that, or leave master_dtype out"
+                f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights need "
+                "rounding='stochastic'. Pass rounding='stochastic', or remove master_dtype"
             )
-        # A bfloat16 value is the upper half of its master: a compact record stores only the lower half beside it.
+        # A bfloat16 value is the upper half of its master: a compact record stores only the lower half in addition.
         return f"compact {width}" if width and dtype == torch.bfloat16 else width

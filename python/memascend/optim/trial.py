@@ -1,4 +1,4 @@
-"""Decides which optimizers can stream: torch's own by a tested list, any other class by a trial on small tensors."""
+"""Decides which optimizers can stream: a list has torch's tested classes, and any other class is tried out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# Objects of these types refer to the whole interpreter, and to nothing that a step would change.
+# `reached_from` skips objects of these types: they lead to the whole interpreter, but to nothing that a step changes.
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float)
 
 
@@ -56,12 +56,12 @@ def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
 
 
 def _reach_refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
-    inner = "; where it wraps an optimizer, give offload() that one" if "optimizer" in why else ""
-    return refused(optimizer, f"{why}, and only the groups and the state of each parameter are streamed{inner}")
+    inner = "; if it wraps another optimizer, pass that optimizer to offload()" if "optimizer" in why else ""
+    return refused(optimizer, f"{why}, but only the groups and the state of each parameter are streamed{inner}")
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Returns the identity of a tensor's memory; None if it is not strided, or composed of other tensors."""
+    """Returns the identity of a tensor's memory; None if the tensor is not strided, or is composed of other tensors."""
     if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return None
     memory: int = tensor.untyped_storage()._cdata  # noqa: SLF001
@@ -71,7 +71,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
 def reached_from(value: Any) -> Iterator[Any]:
     """Yields `value` and every object that it refers to, through containers, objects, closures and weak references."""
     seen: set[int] = set()
-    # Holds references to all visited objects: a new object cannot get the id of a freed one.
+    # `held` keeps all visited objects alive, so that no new object gets the id of a freed object.
     waiting = [value]
     held = []
     while waiting:
@@ -95,7 +95,7 @@ def reached_from(value: Any) -> Iterator[Any]:
             waiting.append(vars(value))
 
 
-# Classes whose update of an element needs only that element and the scalars of its parameter.
+# Optimizer classes whose update of an element needs only that element and the scalars of its parameter.
 _ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -111,7 +111,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.Rprop,
     }
 )
-# Classes whose update of a parameter needs the whole parameter, and no other parameter.
+# Optimizer classes whose update of a parameter needs the whole parameter, but no other parameter.
 _WHOLE = frozenset({torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam})
 
 
@@ -128,7 +128,7 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose updates cannot be exact on streamed state; the result is as in `require_independent`.
+    """Rejects an optimizer whose updates cannot be exact on streamed state; returns the same as `require_independent`.
 
     The optimizer, its parameters and the random number generators do not change.
     """
@@ -142,15 +142,15 @@ def require_streamable(
         for parameter in group["params"]:
             if parameter.is_complex():
                 raise ConfigError(
-                    f"a parameter of {parameter.dtype} cannot be streamed, since only real floats are updated: freeze "
-                    "it with requires_grad_(False), or take it from the optimizer"
+                    f"a parameter of {parameter.dtype} cannot be streamed, because only real floats are updated: "
+                    "freeze it with requires_grad_(False), or remove it from the optimizer"
                 )
             plain_sgd = group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD
             if plain_sgd and parameter.dtype.itemsize == 2 and not _fused_sgd_updates(parameter.dtype):
                 raise ConfigError(
                     f"fused=True is rejected for SGD on parameters of {parameter.dtype}: torch {torch.__version__} "
-                    "leaves most elements as they are, and reads momentum past its end; set fused=False, leave "
-                    "master_dtype at torch.float32, or take a newer torch"
+                    "leaves most elements unchanged, and reads past the end of the momentum. Use fused=False, keep "
+                    "master_dtype=torch.float32, or install a newer torch"
                 )
     if known(optimizer):
         return {}, PLAIN
@@ -176,7 +176,7 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """True if torch's fused SGD updates all elements on the CPU (torch 2.11 skips whole vectors); tries it out."""
+    """Tries out whether torch's fused SGD updates all elements on the CPU; in torch 2.11 it skips whole vectors."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),

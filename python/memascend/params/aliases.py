@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _WEIGHT = "the weight"
-# How many tensors an error names at most.
+# The largest number of tensors that an error names.
 _NAMED = 3
 # How many levels of containers and objects `attributes` searches in an attribute of a module.
 _DEPTH_MAX = 4
 _PLAIN = str | bytes | int | float | complex | None
-# How errors describe memory whose other users torch cannot count. torch flags memory from torch.load() as it does
-# memory from numpy.
-FOREIGN = "memory that torch may not have alone (numpy, also a call of numpy(); torch.load(), DLPack, other processes)"
+# How errors describe memory that code outside of torch may use: torch cannot count the users of such memory. torch
+# cannot distinguish memory of torch.load() from memory of numpy.
+FOREIGN = "memory that code outside of torch may use, too (numpy, torch.load(), DLPack, other processes)"
 
 
 def require_unaliased(
@@ -40,13 +40,14 @@ def require_unaliased(
     """Rejects tensors whose memory other objects use: after offload() these objects would silently keep old values.
 
     Args:
-        named: the tensors, by the names that errors give them.
-        model: its attributes are searched for the object that shares memory, so that the error can name it.
-        known: tensors that may share memory with `named`, since offload() replaces them, too.
-        what: how errors call one of the tensors.
+        named: the tensors, by the names that error messages use.
+        model: the model. The attributes of its modules are searched for the object that shares memory, so that the
+            error can name this object.
+        known: tensors that may share memory with `named`, because offload() replaces these tensors, too.
+        what: the words for a tensor in error messages, such as "the weight".
 
     Raises:
-        ConfigError: a tensor shares memory; the message names it and the remedy.
+        ConfigError: a tensor shares memory with another object. The message names the tensor and says what to do.
     """
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
@@ -54,13 +55,13 @@ def require_unaliased(
         first = named[aliased[0]]
         where = next((where for where, one in attributes(model) if counts.is_alias(first, one)), None)
         raise shared_memory(what, aliased, where)
-    # Foreign memory is rejected only for weights: optimizer state is often in memory from torch.load(), which torch
-    # flags as it flags memory from numpy.
+    # Only weights in foreign memory are rejected. Optimizer state is often in memory of torch.load(), and torch cannot
+    # distinguish this memory from memory of numpy.
     foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
         raise ConfigError(
-            f"{_listed(what, foreign)} lies in {FOREIGN}, and its owner would keep old values during the run: give it "
-            "memory of its own before offload(), by p.data = p.data.clone() or copy.deepcopy(model)"
+            f"{_listed(what, foreign)} is in {FOREIGN}. That code would keep old values during the run. Copy the "
+            "tensor before offload(): p.data = p.data.clone(), or copy.deepcopy(model)"
         )
 
 
@@ -71,7 +72,7 @@ def others_hold(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Returns the names of two tensors that overlap in memory, one of them a parameter; None if no pair does."""
+    """Returns the names of a parameter and another tensor that overlap in memory; None if there is no such pair."""
     spans = []
     for name, tensor in tensors:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() == 0:
@@ -80,8 +81,8 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.nbytes, name, isinstance(tensor, torch.nn.Parameter)))
-    # The highest end address so far, with the name of its tensor: among parameters (`parameter`), and among all tensors
-    # (`anything`).
+    # `anything` has the highest end address of all tensors so far, and the name of that tensor. `parameter` has the
+    # highest end address of all parameters so far, and the name of that parameter.
     parameter = anything = (0, "")
     for begin, end, name, is_parameter in sorted(spans):
         before = anything if is_parameter else parameter
@@ -94,7 +95,10 @@ def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
 
 
 def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[str]:
-    """Returns the names for which `is_held` is true even after unreachable cycles, which hold tensors, were freed."""
+    """Returns the names for which `is_held` is still true after a garbage collection.
+
+    The collection frees unreachable objects that still refer to tensors.
+    """
     held = [name for name in names if is_held(name)]
     if held:
         gc.collect()
@@ -102,12 +106,12 @@ def held_for_good(names: Iterable[str], is_held: Callable[[str], bool]) -> list[
 
 
 def shared_memory(what: str, names: list[str], where: str | None = None) -> ConfigError:
-    """Returns the error for tensors that share memory; `where` names the object that shares it, if it is known."""
+    """Returns the error for tensors that share memory with another object; `where` describes the object, if known."""
     return ConfigError(
-        f"{_listed(what, names)} shares memory with {where or 'something outside of the model'}, which would "
-        "keep old values during the run, and lose writes: delete it, or take it after "
-        "offload(). It may be .data, detach() or another view, numpy(), a state_dict(), a buffer that contains the "
-        "tensor, or a result of an earlier forward, whose graph holds views"
+        f"{_listed(what, names)} shares memory with {where or 'an object outside of the model'}. This object "
+        "would keep old values during the run, and writes to it would be lost: delete the object, or make it after "
+        "offload(). The object may be .data, detach() or another view, numpy(), a state_dict(), a buffer that contains "
+        "the tensor, or a result of an earlier forward, whose graph holds views"
     )
 
 
@@ -115,12 +119,12 @@ def shared_memory(what: str, names: list[str], where: str | None = None) -> Conf
 class _Memory:
     """One torch storage, and the known tensors on it."""
 
-    tensor: torch.Tensor  # any of the known tensors
-    tensors: set[int] = field(default_factory=set)  # the ids of all known tensors
+    tensor: torch.Tensor  # any known tensor on the storage
+    tensors: set[int] = field(default_factory=set)  # the ids of all known tensors on the storage
 
 
 class _Counts:
-    """Detects tensors and objects, other than known tensors, that use the memory of known tensors."""
+    """Detects whether tensors or objects other than the known tensors use the memory of the known tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._memory: dict[int, _Memory] = {}
@@ -133,7 +137,7 @@ class _Counts:
             found = storage_of(tensor)
             if found is not None:
                 self._memory.setdefault(found._cdata, _Memory(tensor)).tensors.add(id(tensor))  # noqa: SLF001
-        # The result of `_holders` for a tensor that only its Python object holds.
+        # The result of `_holders` for a tensor that no C++ code holds.
         self._one = _holders(torch.empty(1, device="cpu"))
         self._views = Counter(map(id, bases))
 
@@ -145,9 +149,10 @@ class _Counts:
         return uses(memory.tensor) > uses_of_one() + len(memory.tensors) - 1 or self._is_exported(tensor)
 
     def _is_exported(self, tensor: torch.Tensor) -> bool:
-        """True if C++ code, such as DLPack, holds the tensor itself.
+        """True if C++ code, such as a DLPack export, holds the tensor itself.
 
-        DLPack rejects a tensor that requires gradients; it holds the result of `detach()` instead.
+        DLPack rejects a tensor that requires gradients. Users export the result of `detach()` instead, which is another
+        tensor.
         """
         return not tensor.requires_grad and _holders(tensor) > self._one + self._views[id(tensor)]
 
@@ -167,7 +172,7 @@ class _Counts:
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """Returns how many C++ tensors and storages use a tensor's memory, plus the references to its Python storage."""
+    """Returns how many C++ objects use a tensor's memory, plus the number of Python references to its storage."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
@@ -176,12 +181,15 @@ def uses(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def uses_of_one() -> int:
-    """Returns `uses` of a tensor whose memory no other code has; the number depends on torch's version."""
+    """Returns the result of `uses` for a tensor whose memory no other object uses.
+
+    The result depends on torch's version.
+    """
     return uses(torch.empty(1, device="cpu"))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Returns a tensor's storage; None if the tensor is on meta, not strided, or without bytes."""
+    """Returns a tensor's storage; None if the tensor is on meta, is not strided, or has no bytes."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         if tensor.is_meta or tensor.layout != torch.strided or not torch._C._has_storage(tensor):  # noqa: SLF001
             return None
@@ -195,13 +203,16 @@ def _base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Returns the C++ reference count of a tensor; its Python object counts as one."""
+    """Returns the C++ reference count of a tensor. The tensor's Python object counts as one reference."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         return int(tensor._use_count())  # noqa: SLF001
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the `weight` of torch's spectral_norm(): a view of `weight_orig` until the first forward replaces it."""
+    """Yields the `weight` of each module with torch's spectral_norm().
+
+    This tensor is a view of `weight_orig` until the first forward replaces the tensor.
+    """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001
             kept = vars(module).get(str(getattr(hook, "name", None)))
@@ -210,14 +221,16 @@ def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def attributes(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in attributes of modules, also within containers and objects, each with a text that names it.
+    """Yields, for each tensor in an attribute of a module, a description of the attribute, and the tensor.
 
-    Attributes and closures of functions are skipped: hooks collect values of past forwards on purpose.
+    Also searches containers and objects in attributes.
+
+    Skips attributes and closures of functions, because hooks keep values of past forwards there on purpose.
     """
     modules = dict(model.named_modules())
     seen = {id(module) for module in modules.values()}
     for name, module in modules.items():
-        # Parameters and buffers are named by their own keys, not by the tables that contain them.
+        # Parameters and buffers are described by their own names, not by the names of the tables that contain them.
         tables = {"_parameters", "_buffers"} & vars(module).keys()
         own = {key: value for key, value in list(vars(module).items()) if key not in tables}
         for key, value in [*own.items(), *(item for table in tables for item in vars(module)[table].items())]:
@@ -248,13 +261,16 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of tensors in foreign memory, whose owners torch cannot count; private file maps are exempt."""
+    """Returns the names of tensors in memory that code outside of torch may use.
+
+    torch cannot count the users of such memory. Privately mapped files do not count as such memory.
+    """
     addresses: dict[str, int] = {}
     for name, tensor in named.items():
         storage = storage_of(tensor)
         if storage is None or storage.device.type != "cpu" or (storage.resizable() and not storage.is_shared()):
             continue
-        # Copies of offloaded parameters use file memory that only torch owns.
+        # File memory is not foreign: only torch owns it. Copies of offloaded parameters use it.
         if not is_file_memory(storage.data_ptr()):
             addresses[name] = storage.data_ptr()
     maps = _private_files() if addresses else []

@@ -1,9 +1,9 @@
 """Caches units in memory: reads a unit before its use, and evicts other units to make room.
 
 [Note: living bytes] An eviction drops only the cache's own reference to a slot. If autograd, an update or user code has
-a view of the slot, the slot stays leased until the last view is gone, and its bytes stay alive. `CachedUnit.weak`
-refers to such bytes: while they are alive and of the current version, `CachedUnit.adopt` caches them again without a
-read.
+a view of the slot, the slot stays leased until the last view is deleted, and the bytes in the slot stay alive.
+`CachedUnit.weak` refers to these bytes. If they are still alive and of the current version, `CachedUnit.adopt` caches
+them again without a read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 # `Order.next_use` returns this for a unit that is not expected to be used.
 _NEVER = 1 << 60
-# How many uses `Order` records in one step at most; a long generate() has more.
+# The largest number of uses that `Order` records in one step. A long call of generate() has more uses.
 _RECORDED_MAX = 1 << 16
 
 
 class Order:
-    """The order in which units are used: recorded in one step, expected in the next.
+    """Records the order in which a step uses units, and expects the next step to use units in the same order.
 
     Attributes:
-        last_used: the number of each unit's last use, by the unit's index; uses are counted over the whole run.
+        last_used: by the index of a unit, the number of its last use. Uses are numbered over the whole run.
     """
 
     __slots__ = ("_clock", "_expected", "_position", "_recorded", "_uses", "last_used")
@@ -54,7 +54,7 @@ class Order:
         self._position = 0
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Expects units to be used in this order, until `end` has recorded the order of a step."""
+        """Sets the order in which units are expected to be used, until `end` replaces it by the order of a step."""
         self._expected = list(indices)
         self._uses = {}
         for position, index in enumerate(self._expected):
@@ -71,12 +71,12 @@ class Order:
             self._recorded.append(index)
         uses = self._uses.get(index)
         if uses:
-            # If this step takes another path than the last step, the position jumps to the next expected use of this
-            # unit; if none follows, to the first expected use.
+            # If this step uses units in another order than the last step, the position jumps to the next expected use
+            # of this unit. If no use of this unit follows, the position jumps to its first expected use.
             self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
-        """Returns at most `count` units that are expected next, without those in `beside`."""
+        """Returns the indices of at most `count` units that are expected next, without the indices in `beside`."""
         total = len(self._expected)
         found: list[int] = []
         looked = 0
@@ -92,7 +92,7 @@ class Order:
         return found
 
     def next_use(self, index: int) -> int:
-        """Returns how many uses from now a unit is expected to be used again."""
+        """Returns the distance to a unit's next expected use, counted in uses of units."""
         uses = self._uses.get(index)
         if not uses:
             return _NEVER
@@ -107,7 +107,7 @@ class Order:
         return bisect_left(uses, self._position) < len(uses)
 
     def end(self) -> None:
-        """Ends the step: its recorded order is expected in the next step."""
+        """Ends the step. The next step is expected to use units in the order that this step recorded."""
         if self._recorded:
             self.expect(self._recorded)
         self._recorded = []
@@ -117,10 +117,11 @@ class Order:
 def victim_for(
     unit: CachedUnit, units: Iterable[CachedUnit], order: Order, current: CachedUnit | None, *, must: bool
 ) -> CachedUnit | None:
-    """Returns the unit to evict for `unit`: the unit with slots of the same size whose next use is farthest.
+    """Returns the unit to evict for `unit`.
 
-    Without `must`, returns None rather than a unit that is used before `unit`. `current`, the unit of the last
-    `CachedUnits.use`, is never returned.
+    Among the units with slots of the same size, it is the unit whose next expected use is farthest away. Returns None
+    if no unit can be evicted; without `must`, also if every candidate is expected to be used before `unit`. Never
+    returns `current`, the unit of the last `CachedUnits.use`.
     """
     stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
     same_size = (other for other in units if other.slot_bytes == unit.slot_bytes and other not in (unit, current))
@@ -135,7 +136,7 @@ def victim_for(
 
 
 def is_leaving(unit: CachedUnit, units: Iterable[CachedUnit]) -> bool:
-    """True if an evicted unit with slots of the same size has living bytes; see [Note: living bytes]."""
+    """True if an evicted unit still occupies a slot of the size that `unit` needs; see [Note: living bytes]."""
     return any(
         other.slot_bytes == unit.slot_bytes
         and other is not unit
@@ -156,13 +157,13 @@ def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
 
 
 def is_useless(unit: CachedUnit, order: Order) -> bool:
-    """True if a unit's bytes have no more use: this step does not use the unit again, and the commit changes it."""
+    """True if this step does not use a unit again, and the step's commit will change the unit's values."""
     return unit.trained and not order.is_used_again(unit.index)
 
 
 _log = logging.getLogger("memascend")
-# `_room` waits this long for a lease: `_RELEASE_SECONDS` each time while views keep the slot of an evicted unit, and
-# `_LAST_SECONDS` before it gives up.
+# How long `_room` waits for a lease. While views occupy the slot of an evicted unit, each wait takes
+# `_RELEASE_SECONDS`. Before `_room` takes more memory or raises an error, it waits `_LAST_SECONDS`.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
 # How many units beyond the planned lookahead are fetched if a slot is free.
@@ -175,15 +176,16 @@ class CachedUnits:
     Attributes:
         all: the units, in the order in which they were added.
         unit_of: the unit of each parameter, by the parameter's name.
-        at: by address, the unit whose bytes were last stored there, and the version of these bytes.
+        at: by the address of memory, the unit whose bytes were last stored in this memory, and the version of these
+            bytes.
         order: the order in which units are used.
         closed: after `close`, the message of the error that each use raises; None before `close`.
-        written: the names of parameters that user code wrote to in place while they were materialized.
+        written: the names of parameters that user code wrote to in place while the parameters were materialized.
         counters: the numbers of fetches, hits, adoptions and evictions, for reports.
     """
 
     def __init__(self, memory: UnitMemory, limits: Limits, lock: ProcessLock, engine: Engine) -> None:
-        """Starts without units. `Residency` describes the arguments."""
+        """Creates a cache without units; `add` adds each unit."""
         self._memory = memory
         self._arena = memory.arena
         self._limits = limits
@@ -201,11 +203,11 @@ class CachedUnits:
         self.settling = Settling()
         self.counters = {"fetches": 0, "hits": 0, "adopted": 0, "evictions": 0}
         self.at: dict[int, tuple[CachedUnit, int]] = {}
-        # The unit of the last `use`, which is not evicted for a unit that is only fetched ahead.
+        # The unit of the last `use`. This unit is not evicted for a unit that is only fetched ahead.
         self._current: CachedUnit | None = None
 
     def add(self, name: str, places: list[Place], nbytes: int, *, pinned: bool, in_ram: bool = False) -> None:
-        """Adds a unit of `nbytes` bytes; `in_ram`: its values are in the RAM tier, so the unit needs no slot."""
+        """Adds a unit of `nbytes` bytes. With `in_ram`, the unit's values are in the RAM tier, so it needs no slot."""
         fitting = (size for size in sorted(self._limits.slots) if size >= nbytes)
         slot_bytes = 0 if in_ram else next(fitting, nbytes)
         unit = CachedUnit(len(self.all), name, nbytes, slot_bytes, pinned=pinned, in_ram=in_ram, places=places)
@@ -243,11 +245,11 @@ class CachedUnits:
             return base
 
     def _bring(self, unit: CachedUnit) -> None:
-        """Puts the bytes of a unit into memory; after an interrupt the next `use` calls this again."""
+        """Puts the bytes of a unit into memory; after an interrupt the next `use` calls this method again."""
         if unit.in_ram:
             store = self._engine.store
-            # The epoch is read before the values: if an update changes the values in between, the next `use` finds the
-            # unit stale.
+            # The epoch is read before the values. If an update changes the values between these two reads, the unit
+            # gets a stale epoch, and the next `use` takes the values again.
             epoch = store.ram_tier_epoch
             with torch.inference_mode(mode=False):
                 values = store.ram_tier_unit(unit.name)
@@ -262,7 +264,7 @@ class CachedUnits:
         unit.arrive()
 
     def _start(self, unit: CachedUnit, *, must: bool) -> bool:
-        """Takes memory and begins the read of a unit; False if there is no memory now and not `must`."""
+        """Takes memory for a unit and begins its read. Without `must`, returns False if no memory is free now."""
         settle = self._engine.is_behind and self.settling.settles(unit.fetched)
         base = self._room(unit, must=must)
         if base is None:
@@ -273,15 +275,16 @@ class CachedUnits:
         return True
 
     def _adopt(self, unit: CachedUnit) -> bool:
-        """Caches living bytes of the current version again; False if there are none. See [Note: living bytes]."""
+        """Caches bytes of the unit again if views kept them alive, else returns False. See [Note: living bytes]."""
         adopted = unit.adopt()
         self.counters["adopted"] += adopted
         return adopted
 
     def look_ahead(self) -> None:
         """Begins to fetch the next units into memory that is free now."""
-        # `_FARTHER` more units are fetched if that evicts no unit which this step uses again: embeddings and LM heads
-        # have slots of their own, and the drive should not idle until these units are next.
+        # Up to `_FARTHER` more units are fetched if no unit that this step still needs is evicted for them. For
+        # example, no other unit fits the slots of embeddings and LM heads, so these slots can be filled early while the
+        # drive is idle.
         near = self._limits.lookahead
         with self._lock:
             if self.closed or len(self._ram_tier) == len(self.all):
@@ -289,18 +292,18 @@ class CachedUnits:
             for number, index in enumerate(self.order.ahead(near + _FARTHER if near else 0, self._ram_tier)):
                 unit = self.all[index]
                 if unit.holders or unit.state is not Bytes.OFFLOADED:
-                    # Within materialized(), units have holders and no bytes: their parameters have copies.
+                    # Within materialized(), units have holders but no bytes, because their parameters are copies.
                     continue
                 if is_useless(unit, self.order) or self._adopt(unit):
-                    # A useless unit is fetched only after the commit that changes its values. An adopted unit needs no
-                    # read.
+                    # A useless unit is fetched only after the commit that changes its values. A unit that `_adopt`
+                    # cached needs no read.
                     continue
                 room = number < near or self._arena.free_slots(unit.nbytes) or self._has_useless(unit)
                 if room and not self._start(unit, must=False):
                     return
 
     def _has_useless(self, unit: CachedUnit) -> bool:
-        """True if evicting some cached unit with slots of the same size costs this step no further read."""
+        """True if a cached unit with slots of the same size can be evicted without another read in this step."""
         return any(
             other.slot_bytes == unit.slot_bytes
             and other.base is not None
@@ -312,10 +315,10 @@ class CachedUnits:
     # --- freeing memory -----------------------------------------------------------------
 
     def _room(self, unit: CachedUnit, *, must: bool) -> torch.Tensor | None:
-        """Returns memory for a unit; None if none is free now and the unit is not needed yet (not `must`)."""
+        """Returns memory for a unit. Without `must`, returns None if no memory is free now."""
         waited, evicted = 0.0, False
         while True:
-            # Free slots are counted first, since a lease that fails is slower: it makes an error with its message.
+            # Count the free slots first: a lease that fails is slower, because it makes an exception and its message.
             if waited or self._arena.free_slots(unit.nbytes):
                 try:
                     return self._memory.take(unit.nbytes, waited)
@@ -334,23 +337,24 @@ class CachedUnits:
                 return None
 
     def _way_to_room(self, unit: CachedUnit, waited: float, *, must: bool) -> CachedUnit | float | None:
-        """Decides how to get memory for a unit, after a lease waited for `waited` seconds in vain.
+        """Decides how to get memory for a unit, after a lease has waited `waited` seconds without success.
 
         Returns:
-            A unit to evict; or the seconds to wait for a lease; or None if the unit is not needed yet. After None the
-            next use of any unit tries again, since waiting here would stop compute.
+            A unit to evict; or the number of seconds to wait for a lease; or None if no memory is free and the unit is
+            not needed yet. After None, the next use of any unit tries again, because waiting here would stop compute.
         """
         if is_leaving(unit, self.all):
             if not must:
                 return None
             if waited != _LAST_SECONDS and (self._engine.queued_bytes or not waited):
-                # Code that reads from a view releases it soon; an update releases its view when the update is done.
+                # Wait a short time: code that reads from a view soon deletes the view, and an update deletes its view
+                # when it ends.
                 return _RELEASE_SECONDS
         victim = victim_for(unit, self.all, self.order, self._current, must=must)
         return _LAST_SECONDS if victim is None and must else victim
 
     def holders_of_room(self, unit: CachedUnit, here: int) -> set[int]:
-        """Returns the other threads whose modules occupy all memory for a unit; empty if the unit can get memory."""
+        """Returns the threads, except `here`, whose modules occupy all slots for a unit; empty if a slot is left."""
         if unit.in_ram or unit.base is not None or self._arena.free_slots(unit.nbytes):
             return set()
         if victim_for(unit, self.all, self.order, None, must=True) is not None:
@@ -359,25 +363,25 @@ class CachedUnits:
         return {thread for other in same_size for thread in other.holders if thread != here}
 
     def _add_room(self, unit: CachedUnit) -> None:
-        """Takes memory for a unit beyond the plan, which cannot know the views that user code keeps.
+        """Takes memory for a unit beyond the plan: the plan cannot know how many views user code keeps.
 
         Raises:
-            BudgetError: the user gave a budget; the message has a budget that works.
+            BudgetError: the user gave a budget. The message names a budget that works.
         """
         limits, holders = self._limits, holders_beside(unit, self.all) or "units in use"
         if limits.add is None:
             smallest = limits.larger(unit.slot_bytes)
             raise BudgetError(
-                f"no memory for unit {unit.name!r} ({bytes_shown(unit.nbytes)}): all places of its size are held by "
-                f"views of {holders}, which a checkpoint segment of several blocks, another thread, or your code, "
-                "keeps; "
-                f'{limits.option}="{size_option(smallest)}" has a place for every unit',
+                f"no memory for unit {unit.name!r} ({bytes_shown(unit.nbytes)}): all slots of its size are occupied. "
+                "A checkpoint segment of several blocks, another thread, or your code keeps views of "
+                f"{holders}: delete the views, or pass "
+                f'{limits.option}="{size_option(smallest)}", which has a slot for every unit',
                 smallest=smallest,
             ) from None
         added = limits.add(unit.nbytes)
         _log.warning(
-            "%d bytes beside the planned %s were added for unit %r: all places of its size are held by views of %s, "
-            "which a checkpoint segment of several blocks, or your code, keeps",
+            "allocated %d bytes more than the planned %s for unit %r: all slots of its size are occupied, because a "
+            "checkpoint segment of several blocks, or your code, keeps views of %s. Delete such views to save memory",
             added,
             limits.option,
             unit.name,
@@ -393,7 +397,7 @@ class CachedUnits:
     # --- values that change -------------------------------------------------------------
 
     def find_written(self, units: Iterable[CachedUnit]) -> None:
-        """Evicts units whose parameters code wrote to in place, as `_version` shows: no commit has such bytes."""
+        """Evicts each unit with a parameter that code wrote to in place, because no commit has the written values."""
         with self._lock:
             for unit in units:
                 written = unit.written
@@ -409,7 +413,7 @@ class CachedUnits:
                 unit.forget()
 
     def forget_written(self, but: Collection[str] = ()) -> set[str]:
-        """Forgets writes in place, except to parameters in `but`; returns the forgotten names."""
+        """Removes all names from `written`, except the names in `but`; returns the removed names."""
         found = self.written - set(but)
         self.written -= found
         return found
@@ -425,7 +429,8 @@ class CachedUnits:
     def read_again(self) -> None:
         """Evicts units that no thread uses, after updates were discarded.
 
-        The engine may have rejected an update because a unit's cached values were not those of the last commit.
+        The engine may have rejected an update because the cached values of a unit differed from the last commit. After
+        the eviction the next use reads the values again.
         """
         with self._lock:
             for unit in self.all:
@@ -434,7 +439,7 @@ class CachedUnits:
                     unit.forget()
 
     def drop_reads(self) -> None:
-        """Drops the reads that are under way when a commit begins, as they could mix values before and after it."""
+        """Cancels the reads that are under way when a commit begins: they could mix old values with new values."""
         with self._lock:
             for unit in self.all:
                 if unit.state is Bytes.READING and not unit.holders:
@@ -458,7 +463,7 @@ class CachedUnits:
         """
         with self._lock:
             unit = self.unit_of[place.name]
-            # The engine already has the values of the RAM tier, so it needs no view of them.
+            # The engine already has the values of the RAM tier, so the engine needs no view of these values.
             return None if unit.base is None or unit.in_ram else unit.view(place)
 
     def close(self, why: str) -> None:

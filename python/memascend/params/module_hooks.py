@@ -1,8 +1,8 @@
 """Hooks modules: materializes their units while they compute, and cleans up after interrupts and failed backwards.
 
-[Note: failed backwards] Autograd keeps the unfinished work of a failed backward in a queue of its thread. The
-process crashes if tensors in that queue are freed after Python has shut down. `drain_autograd_queue` empties the
-queue: `_End` calls it when a thread ends, and `_exit` when the process ends.
+[Note: failed backwards] Autograd keeps the unfinished work of a failed backward in a queue of the thread that ran the
+backward. The process crashes if tensors in that queue are freed after Python has shut down. `drain_autograd_queue`
+empties the queue: `_End` calls it when a thread ends, and `_exit` when the process ends.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 
 def drain_autograd_queue() -> None:
-    """Frees the work that failed backwards left in this thread, unless a backward runs in it now.
+    """Frees the work that failed backwards left in this thread's queue; does nothing while this thread runs a backward.
 
     See [Note: failed backwards].
     """
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         return
-    # A new backward first drops queued work whose backward has failed. In a forked child torch raises RuntimeError if
-    # the parent had threads of autograd.
+    # A new backward first frees the queued work of failed backwards. In a forked child torch raises RuntimeError if the
+    # parent had threads of autograd.
     with contextlib.suppress(RuntimeError), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), requires_grad=True, device="cpu").backward()
 
 
 class _End:
-    """Calls `drain_autograd_queue` when it is deleted: a thread deletes its `_End` when it ends, before Python ends."""
+    """Calls `drain_autograd_queue` when it is deleted. Python deletes the `_End` of a thread when the thread ends."""
 
     def __del__(self) -> None:
         drain_autograd_queue()
@@ -58,7 +58,7 @@ class _Thread(threading.local):
             self._end = self._end or _End()
 
     def end(self) -> None:
-        """Deletes this thread's `_End`; the exit handler does so for the main thread, which ends only later."""
+        """Deletes this thread's `_End`. The exit handler calls this method, because the main thread ends too late."""
         self._end = None
 
 
@@ -81,35 +81,35 @@ _KEY = "memascend"
 _SCRIPT = "__prepare_scriptable__"
 
 
-# The `_parameters` of a module, a name in it, and the parameter of that name.
+# Where a parameter is registered: the table `_parameters` of a module, a name in this table, and the parameter.
 _Owned = tuple[dict[str, Any], str, torch.nn.Parameter]
 
 
 @dataclass(eq=False, slots=True)
 class HookState:
-    """The state of a module's hooks: the units to materialize, and how often the module is being computed."""
+    """The state of a module's hooks: the units to materialize, and how many calls of the module are running."""
 
     units: tuple[CachedUnit, ...]
     # The parameters of these units, with the tables of the modules that own them.
     owned: tuple[_Owned, ...]
     residency: Residency
     root: bool  # True if the module is the model that was given to offload()
-    open: int = 0  # how many frames of the module are on the stacks of all threads
+    open: int = 0  # the number of frames of this module on the stacks of all threads
 
     def count(self, module: torch.nn.Module) -> None:
-        """Sets `open` to the number of the module's frames; counts them all, as an interrupt may have left it wrong."""
+        """Sets `open` by counting all frames of the module: after an interrupt the old number may be wrong."""
         with self.residency.lock:
             self.open = sum(frame.module is module for _, stack in self.residency.frames.stacks for frame in stack)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an offloaded model cannot be copied or pickled: its values are on storage; do it within "
-            "memascend.materialized(model), or save model.state_dict()"
+            "an offloaded model cannot be copied or pickled, because its values are on storage: copy or "
+            "pickle the model within memascend.materialized(model), or save model.state_dict()"
         )
 
 
 class _Frame:
-    """A module that is being computed: the units materialized and the hooks pushed for it."""
+    """One running call of a module: the units materialized for the call, and the hooks pushed for it."""
 
     __slots__ = ("_pushed", "_task", "_units", "caller", "module")
 
@@ -119,7 +119,7 @@ class _Frame:
         self.caller = caller
         self._units: list[CachedUnit] = []
         self._pushed = False
-        # The backward in which `begin` pushes the hooks (-1: none); see `end`.
+        # The identifier of the backward that runs now, in which `begin` will push the hooks; -1 if no backward runs.
         self._task = torch._C._current_graph_task_id()  # noqa: SLF001
 
     def begin(self, state: HookState) -> None:
@@ -132,7 +132,11 @@ class _Frame:
             self._pushed = residency.hooks.push()
 
     def end(self, residency: Residency, holder: int | None = None) -> None:
-        """Undoes `begin`. `holder`: the thread that called `begin`, if that thread and thus its hooks have ended."""
+        """Undoes `begin`.
+
+        `holder` is the thread that called `begin`, if that thread has ended. Its saved-tensor hooks have ended with the
+        thread.
+        """
         if self._pushed:
             self._pushed = False
             # After each node of a backward, autograd itself removes hooks that were pushed inside the node. So outside
@@ -155,7 +159,7 @@ class Frames:
     """The modules that each thread is computing, outermost first.
 
     Attributes:
-        stacks: the threads with their stacks; the stack of a thread that ended by an interrupt may have frames left.
+        stacks: each thread with its stack. If an interrupt has ended a thread, its stack may still have frames.
     """
 
     def __init__(self, residency: Residency) -> None:
@@ -175,19 +179,19 @@ class Frames:
         self.stacks.append((threading.current_thread(), own))
 
     def enter(self, module: torch.nn.Module, state: HookState) -> None:
-        """Materializes all units of a module that is about to compute; after an exception, none of them."""
+        """Materializes all units of a module that is about to compute. After an error, offloads these units again."""
         self._residency.units.require_open()
         if not state.units:
-            # With units, `Residency.materialize` notes the thread.
+            # For a module with units, `Residency.materialize` makes this call.
             self._residency.turns.note_thread()
         _refuse_wrappers()
         for table, name, parameter in state.owned:
             if table.get(name) is not parameter:
                 raise UsageError(
-                    f"parameter {name!r} of a module is not the one that was offloaded: it was deleted, replaced or "
-                    "tied to another after offload(), or torch.func.functional_call put another there for a call. Undo "
-                    "that; or save(), do it in a plain model with those weights, and offload() anew. Values are "
-                    "changed within memascend.materialized(model, modify=True)"
+                    f"parameter {name!r} of a module is not the parameter that was offloaded. After offload() it was "
+                    "deleted, replaced or tied to another parameter, or torch.func.functional_call replaces it during "
+                    "a call. Undo this change. Or call save(), load the weights into a plain model, change that model, "
+                    "and call offload() on it. To change only values, use memascend.materialized(model, modify=True)"
                 )
         stack = self.stack
         if state.root:
@@ -208,7 +212,7 @@ class Frames:
             raise
 
     def leave(self, module: torch.nn.Module, state: HookState, result: Any) -> None:
-        """Undoes `enter` if that pushed a frame; `result` is the output of the module."""
+        """Undoes `enter` if `enter` pushed a frame. `result` is the output of the module."""
         if self._residency.stages is not None and state.units:
             self._announce(state, result)
         stack = self.stack
@@ -219,7 +223,7 @@ class Frames:
         state.count(module)
 
     def _announce(self, state: HookState, result: Any) -> None:
-        """Makes the backward of the module notify `stages` when it begins.
+        """Registers hooks that notify `stages` when the backward of the module begins.
 
         Unpacking a saved weight notifies `stages`, too, but the backward of an embedding unpacks no weight.
         """
@@ -269,9 +273,12 @@ def install_hooks(
     modules: Iterable[tuple[torch.nn.Module, tuple[CachedUnit, ...]]],
     residency: Residency,
 ) -> None:
-    """Installs the hooks of each module in `modules`, which includes `model` itself, for its units."""
+    """Installs hooks on each module in `modules`, with the units that the hooks materialize.
+
+    `modules` includes `model` itself.
+    """
     owners = _owners(model)
-    # All modules of a unit share this tuple.
+    # All modules with the same units share one tuple of `_Owned`.
     owned: dict[tuple[CachedUnit, ...], tuple[_Owned, ...]] = {}
     for module, units in modules:
         if units not in owned:
@@ -279,17 +286,19 @@ def install_hooks(
                 one for unit in units for place in unit.places for one in owners.get(id(place.parameter), ())
             )
         if module._modules:  # noqa: SLF001
-            # On modules without children, TorchScript fails at the hooks.
+            # TorchScript calls `_refuse_script`, which raises an error that says what to do. A module without children
+            # does not need this method: TorchScript fails at the module's hooks.
             module.__dict__[_SCRIPT] = _refuse_script
         _hook(module)
-        # torch uses only the keys of this table. A separate attribute would cost each module an unshared `__dict__`.
+        # torch only looks up keys in this table, so its values can be `HookState` objects. A separate attribute would
+        # make Python give each module an unshared `__dict__`, which takes more memory.
         state: Any = HookState(units, owned[units], residency, root=module is model)
         module._forward_hooks_always_called[_KEY] = state  # type: ignore[index] # noqa: SLF001
 
 
 def _hook(module: torch.nn.Module) -> None:
     module._forward_pre_hooks[_KEY] = _before  # type: ignore[index] # noqa: SLF001
-    # Our hook runs before hooks of other code, which may compute with the parameters.
+    # Our hook must run first, because hooks of other code may compute with the parameters.
     module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined] # noqa: SLF001
     module._forward_hooks[_KEY] = _after  # type: ignore[index] # noqa: SLF001
 
@@ -304,7 +313,7 @@ def remove_hooks(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """True if a module, or one inside it, is offloaded."""
+    """True if a module or one of its submodules is offloaded."""
     return any(_state_of(module) is not None for module in model.modules())
 
 
@@ -331,8 +340,8 @@ def _before(module: torch.nn.Module, args: Any) -> None:
         raise _hooks_moved(module, "")
     residency = state.residency
     if state.open > 0 or state.root or residency.turns.several or residency.stages is not None:
-        # Here the check of `holders` below is not enough: an open module may be calling itself, and another thread or
-        # micro-batch may have materialized the units. The root always gets a frame.
+        # In these cases the check of `holders` below is not enough. An open module may be calling itself. Another
+        # thread or micro-batch may have materialized the units. The root always gets a frame.
         _enter(module, state)
         return
     for unit in state.units:
@@ -363,11 +372,11 @@ def _refuse_wrappers() -> None:
     if torch._C._is_tracing():  # noqa: SLF001
         raise UsageError("torch.jit.trace would record placeholders, which have no values: trace copy.deepcopy(model)")
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
-        raise UsageError("torch.func transforms do not work on an offloaded model; use autograd's own functions")
+        raise UsageError("torch.func transforms do not work on an offloaded model: use torch.autograd instead")
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined] # noqa: SLF001
         raise UsageError(
-            "saved-tensor hooks are disabled here, and an offloaded model reads weights again by them in the backward: "
-            "compute it outside of disable_saved_tensors_hooks()"
+            "saved-tensor hooks are disabled here, but an offloaded model needs them to read its weights in the "
+            "backward: call the model outside of disable_saved_tensors_hooks()"
         )
 
 
@@ -378,16 +387,16 @@ def _refuse_script() -> Any:
 def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
     whose = f"{name!r}, a {type(module).__name__}," if name else f"a {type(module).__name__}"
     return UsageError(
-        f"{whose} was given the hooks of an offloaded module, as fuse_modules() moves them: fuse before offload(), or "
-        "a copy.deepcopy() of the model, which is a plain one"
+        f"{whose} has the hooks of an offloaded module, perhaps because fuse_modules() moved them: fuse modules before "
+        "offload(), or fuse modules of a copy.deepcopy() of the model, which is not offloaded"
     )
 
 
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Rejects the registration of an offloaded parameter elsewhere in a model, as pruning, parametrizing and tying do.
+    """Rejects an offloaded parameter that code registers in another place, as pruning, parametrizing and tying do.
 
-    Also rejects a parameter that takes the name of an offloaded parameter after the offloaded one was deleted, as the
-    older `weight_norm` does.
+    Also rejects a plain parameter that code registers under the name of a deleted offloaded parameter, as the older
+    `weight_norm` does.
     """
     if parameter is None:
         return
@@ -396,7 +405,8 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     gone = {} if state is None else {of: one for where, of, one in state.owned if where is table and of not in table}
     place: Any = parameter.__dict__.get("_memascend")
     if place is None:
-        # A plain parameter may replace an offloaded one. Within materialized(), no parameter has `_memascend`.
+        # A plain parameter may replace an offloaded parameter. Within materialized() this is allowed: there no
+        # parameter has the attribute `_memascend`.
         place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
         if place is None:
             return
@@ -407,20 +417,21 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     elif any(where is table and of == name and one is parameter for where, of, one in state.owned):
         return
     elif all(of != name and one is not parameter for _, of, one in state.owned):
-        # The parameter stays in its own module, and replaces none of this module's parameters.
+        # The parameter belongs to another module, and replaces no parameter of this module.
         return
-    # Callers may have removed the module's own parameters first.
+    # The caller may already have deleted this module's parameters: restore these parameters.
     table.update(gone)
     raise UsageError(
-        f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}: parametrize, prune, "
-        "normalise and tie before offload(); now save(), do it in a plain model with those weights, and offload() anew"
+        f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}. Parametrize, prune, "
+        "normalise and tie before offload(). To do so now, call save(), load the weights into a plain model, change "
+        "that model, and call offload() on it"
     )
 
 
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Rejects an offloaded module in a wrapper for several devices, which may call the module from other processes.
+    """Rejects a wrapper for several devices around an offloaded module, which other processes could then call.
 
-    Also rejects a module that was given the hooks of an offloaded one, as fuse_modules() moves them.
+    Also rejects a module with hooks that fuse_modules() moved there from an offloaded module.
     """
     if module is None:
         return
@@ -435,8 +446,9 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         if kind in kinds:
             raise UsageError(
-                f"{kind} does not work with an offloaded model: call the model itself. Several ranks share it by "
-                "fully_shard() (torch.distributed.fsdp), on each block and on the model, before offload() on each rank"
+                f"{kind} does not work with an offloaded model: call the model itself. To train on several ranks, "
+                "call fully_shard() (torch.distributed.fsdp) on each block and on the model, and then call offload() "
+                "on each rank"
             )
 
 

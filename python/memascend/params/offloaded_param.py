@@ -1,4 +1,4 @@
-"""Makes a parameter a placeholder, which reads the values from storage for each operation or raises an error."""
+"""Turns a parameter into a placeholder. Operations on a placeholder read values from storage, or raise an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _metadata() -> frozenset[Any]:
-    """Returns the attributes and functions of torch that read a tensor's metadata and no values."""
+    """Returns the attributes and functions of torch that read a tensor's metadata, but not its values."""
     attributes = (
         "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu",
         "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn",
@@ -53,8 +53,9 @@ def _metadata() -> frozenset[Any]:
 METADATA = _metadata()
 # The end of each error that rejects access to an offloaded parameter's memory.
 _HOW = f"use memascend.materialized(model) to read it; {DOORS}"
-# Methods that hand out a parameter's memory, or write to it, without raising its `_version`. While a module computes,
-# its parameters have their plain class; `session.process_hooks` replaces these methods there by methods on a copy.
+# Methods that return a parameter's memory, or write to the memory, without increasing the parameter's `_version`. While
+# a module computes, its parameters have their plain class. `session.process_hooks` replaces these methods of the plain
+# class by methods that use a copy of the values.
 MEMORY_METHODS = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
@@ -62,11 +63,12 @@ MEMORY_METHODS = (
 
 
 class Placeholder:
-    """Mixin that a parameter's class has while the parameter is offloaded."""
+    """Mixin for the class that a parameter has while the parameter is offloaded."""
 
     _memascend: Place
 
-    # Compiled code calls `__torch_function__` after a graph break. Without `disable`, Dynamo would trace it, too.
+    # Compiled code calls `__torch_function__` after a graph break. Without `disable`, Dynamo would trace this method,
+    # too.
     @classmethod
     @torch._dynamo.disable  # type: ignore[untyped-decorator] # noqa: SLF001
     def __torch_function__(
@@ -83,7 +85,7 @@ class Placeholder:
                 return func(*args, **kwargs)
         places = placeholders_in(args, kwargs)
         if all(place.source.holds(place) for place in places):
-            # This thread has materialized these parameters: `func` treats them as plain ones.
+            # This thread has materialized these parameters: `func` treats them as plain parameters.
             if func == _GET_DATA or getattr(func, "__name__", "") in MEMORY_METHODS:
                 return _call_on_copies(func, places, args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -100,19 +102,20 @@ class Placeholder:
             memo[id(self)] = place.source.copies.duplicate(place)
         return memo[id(self)]
 
-    # The following methods need no values, so they override torch's and skip `__torch_function__`.
+    # The following methods need no values. They override the methods of torch, so that `__torch_function__` is not
+    # called.
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Raises UsageError: only `Place` gives a parameter other memory."""
         raise UsageError(
-            f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(), as a parametrization "
-            "does it: parametrize before offload() (now save(), do it in a plain model with those weights, and "
-            "offload() anew); optimizer.edit(parameter) changes its values"
+            f"{self._memascend.name!r} is offloaded and cannot be given other memory by set_(). To change its values, "
+            "use optimizer.edit(parameter). If a parametrization calls set_(), parametrize before offload(). To do so "
+            "now, call save(), load the weights into a plain model, parametrize that model, and call offload() on it"
         )
 
     def as_subclass(self, _: type) -> Any:
         """Raises UsageError: a placeholder has no memory that another class could view."""
-        raise _refused(self._memascend, "seen as another class; p.detach() can")
+        raise _refused(self._memascend, "viewed as another class (view p.detach() instead)")
 
     def is_shared(self) -> bool:
         """Returns False: a placeholder has no memory that other processes could share."""
@@ -142,7 +145,7 @@ def placeholders_in(*trees: Any) -> list[Place]:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides in which storage has a tensor: its own if it is dense, else row-major ones."""
+    """Returns the strides in which a tensor is stored: its own strides if it is dense, else row-major strides."""
     if isinstance(tensor, Placeholder):
         return tensor._memascend.stride  # noqa: SLF001
     if torch.ops.aten.is_non_overlapping_and_dense(tensor) and tensor.numel() > 1:
@@ -165,8 +168,8 @@ def _require_outside(place: Place, how: str) -> None:
 
 
 def refused_write(name: str, how: str) -> UsageError:
-    """Returns the error for a write to the offloaded parameter `name`; `how` says by which call."""
-    return UsageError(f"{name!r} is offloaded, and is not {how}: {DOORS}")
+    """Returns the error for a write to the offloaded parameter `name`; `how` is words like "written to by x()"."""
+    return UsageError(f"{name!r} is offloaded and cannot be {how}: {DOORS}")
 
 
 # --- functions on offloaded parameters -------------------------------------------------
@@ -175,8 +178,8 @@ def refused_write(name: str, how: str) -> UsageError:
 def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `func`, whose arguments contain placeholders.
 
-    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `func` does so only if its
-    result has none of that memory (`_borrow`); otherwise `func` gets copies (`_call_on_copies`).
+    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `_borrow` does the same, if
+    the result of `func` shares no memory with the arena. Otherwise `func` gets copies of the values.
     """
     source = places[0].source
     written = _written(func, args, kwargs)
@@ -194,20 +197,24 @@ def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...],
         if found is not _NOTHING:
             return found
         if tracked:
-            # The result is a view with a graph that must lead to the parameter itself, so `func` gets the parameter.
+            # The result may be a view that requires a gradient. Its graph must lead to the parameter itself, so `func`
+            # gets the parameter. During the call, the data of the parameter is a copy of the values.
             with source.copies.materialized(places):
                 return func(*args, **kwargs)
     return _call_on_copies(func, places, args, kwargs)
 
 
-# `_borrow` returns this if it has no result.
+# `_borrow` returns this object if it has no result.
 _NOTHING = object()
 
 
 def _borrow(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
 ) -> Any:
-    """Returns the result of `func` on values in the arena; `_NOTHING` if the result shares memory with the values."""
+    """Returns the result of `func` on values in the arena.
+
+    Returns `_NOTHING` if the values do not fit into the arena together, or if the result shares memory with the values.
+    """
     source = places[0].source
     if not source.fits(places):
         return _NOTHING
@@ -217,10 +224,11 @@ def _borrow(
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if any(source.hooks.note_of(tensor) is not None for tensor in given):
-            # On a device a graph gets the arena's memory: the device has no memory for a second copy of the values.
+            # On a device, a result with a graph may share the arena's memory: the device has no room for a copy of the
+            # values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
-    # If `func` wrote in place though `_written` did not expect it, as relu(inplace=True) does, `find_written` has
-    # evicted the bytes, and the error below names the parameter.
+    # `func` may have written in place although `_written` did not expect a write: relu(inplace=True) does so.
+    # `find_written` has then evicted the bytes, and the error below names the parameter.
     written = source.units.forget_written(before)
     if written:
         raise refused_write(min(written), f"written to by {getattr(func, '__name__', 'a function')}()")
@@ -230,7 +238,7 @@ def _borrow(
 def _call_on_copies(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls `func` on copies of the parameters; a copy in the result is replaced by its parameter."""
+    """Calls `func` on copies of the parameters. In the result, replaces each copy by its parameter."""
     instead = {place: place.source.copies.plain_copy(place) for place in places}
     own = {id(copy): place.parameter for place, copy in instead.items()}
     given, options = tree_map(
@@ -242,7 +250,7 @@ def _call_on_copies(
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
-    """Returns the parameters that `func` writes to: in `out=`, or, if `func` is in-place, in its first argument."""
+    """Returns the parameters that `func` writes to: in `out=`, and in its first argument if `func` works in place."""
     written = placeholders_in(kwargs.get("out"))
     if is_in_place(func):
         written += placeholders_in(args[0] if args else kwargs)
@@ -257,7 +265,7 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-# `nn.Parameter(p)` calls `p.detach()` in this code.
+# The code of `nn.Parameter(p)`, which calls `p.detach()`.
 _MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 
@@ -265,7 +273,7 @@ _MAKES_PARAMETER = torch.nn.Parameter.__new__.__code__
 
 
 def _refuse(how: str) -> Callable[..., Any]:
-    """Returns a handler that raises UsageError: the values cannot be `how`, a participle."""
+    """Returns a handler that raises UsageError: the values cannot be `how`, a participle such as "exported"."""
 
     def refuse(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         del func
@@ -276,11 +284,11 @@ def _refuse(how: str) -> Callable[..., Any]:
 
 
 def _of_storage(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rejects access to the storage. Under Dynamo `Unsupported` breaks the graph, so that the code runs eagerly."""
+    """Rejects access to the storage. Dynamo gets the error `Unsupported`, and then runs the code eagerly."""
     if TracingContext.try_get() is not None:
         raise Unsupported(
-            f"{tensor._memascend.name!r} is offloaded and cannot be in a graph: code that uses it "  # noqa: SLF001
-            "runs eagerly, which loads it; leave fullgraph=True out"
+            f"{tensor._memascend.name!r} is offloaded and cannot be in a compiled graph. Code that "  # noqa: SLF001
+            "uses it has to run eagerly: compile without fullgraph=True"
         )
     return _refuse("reached through its storage")(func, tensor, *args, **kwargs)
 
@@ -309,9 +317,9 @@ def _detach(func: Callable[..., Any], tensor: Any) -> Any:
     if caller is not None and caller.f_code is _MAKES_PARAMETER:
         # Parametrizations call `nn.Parameter(p)`, too. torch's own error would only mention detach().
         raise ConfigError(
-            f"nn.Parameter({place.name}) would be a new trainable parameter on the values of one that is offloaded: "
-            "save(), make it (or parametrize) in a plain model with those weights, and offload() anew; "
-            "nn.Parameter(p.detach().clone()) is a plain copy"
+            f"nn.Parameter({place.name}) would be a second parameter with the values of an offloaded parameter. To "
+            "add or parametrize parameters, call save(), load the weights into a plain model, change that model, and "
+            "call offload() on it. For a plain copy, use nn.Parameter(p.detach().clone())"
         )
     return _call_on_copies(func, [place], (tensor,), {})
 
@@ -323,7 +331,7 @@ def _copy(func: Callable[..., Any], tensor: Any, values: Any, *args: Any, **kwar
 
 
 def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the result of `to()` and similar methods: the parameter itself if dtype, device and layout stay."""
+    """Returns the result of `to()` and similar methods: the parameter itself if the call changes nothing."""
     if not isinstance(tensor, Placeholder):
         # `other.to(parameter)` reads only the parameter's dtype and device.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -340,11 +348,11 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
         meta = _on_meta(place)
         if asked is sample and meta.to(memory_format=layout) is meta:
             return tensor
-        # `to()` returns a copy. `module.to()` would assign it to `.data`, which `_data_set` rejects.
+        # `to()` returns a copy of the values. If `module.to()` assigns this copy to `.data`, `_data_set` rejects it.
         return _apply(func, [place], (tensor, *args), kwargs)
     raise UsageError(
-        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: give offload() "
-        "device=, or move a copy of the parameter, p.clone()"
+        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: pass device= to "
+        "offload(), or move a copy of the parameter, p.clone()"
     )
 
 
@@ -353,12 +361,12 @@ _GET_DATA: Any = _T.data.__get__  # type: ignore[attr-defined]
 
 
 def _named(names: dict[str, Any]) -> dict[Any, Any]:
-    """Returns `names` with torch.Tensor's methods as keys; methods that this torch lacks are left out."""
+    """Returns `names` with torch.Tensor's methods as keys; skips names that this version of torch does not have."""
     return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
 
 
-# Functions that hand out memory. Outside of a forward and a backward these functions get a copy of the values; inside
-# they raise an error with this participle.
+# Functions that return a parameter's memory, and a participle for the error message. Inside a forward or a backward
+# these functions raise an error. Elsewhere they get a copy of the values.
 _MEMORY: dict[Any, str] = {
     _GET_DATA: "reached through .data",
     **_named(
@@ -378,7 +386,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.detach: _detach,
     torch.detach: _detach,
     _T.copy_: _copy,
-    # An address would outlive the memory, and a changed shape or layout would differ from the stored one.
+    # An address would become invalid when the unit is evicted. A new shape or layout would differ from the stored shape
+    # or layout.
     **_named(
         dict.fromkeys(("data_ptr",), _refuse("reached by data_ptr()"))
         | dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), _of_storage)
@@ -395,14 +404,14 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 _CPU = torch.device("cpu")
-# How many results `_nothing` caches. A model has tens of combinations of shape, strides and dtype; parameters beyond
-# this limit get a tensor each.
+# The number of results that `_nothing` caches. A model has tens of combinations of shape, strides and dtype. If a model
+# has more combinations than this limit, some parameters do not share their tensor.
 _KINDS_MAX = 1024
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Place:
-    """A parameter slot: a parameter, the offset of its bytes in its unit, and its placeholder."""
+    """A parameter, the offset of its bytes in its unit, and its placeholder."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -420,8 +429,8 @@ class Place:
     # The parameter's `_version` after the last known write to the parameter; a higher `_version` means that code has
     # written in place.
     known_version: int = field(init=False, default=0)
-    # `torch.utils.swap_tensors` rejects a tensor that has a weak reference. A swap would give the parameter's
-    # attributes, `_memascend` among them, to another tensor.
+    # A weak reference to the parameter, which makes `torch.utils.swap_tensors` reject the parameter. A swap would give
+    # the parameter's attributes, `_memascend` among them, to another tensor.
     unswapped: weakref.ref[torch.nn.Parameter] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -454,9 +463,9 @@ class Place:
 
         Args:
             values: the values, in the parameter's shape and strides.
-            guarded: the parameter keeps its placeholder class, which calls `Residency.holds` at each use.
+            guarded: True if the parameter keeps its placeholder class, which calls `Residency.holds` at each use.
         """
-        # In this order no other thread sees a plain parameter without its values.
+        # Set the data before the class, so that no other thread sees a plain parameter without its values.
         self._set_data(values)
         if not guarded:
             self.parameter.__class__ = self.kind
@@ -468,7 +477,7 @@ class Place:
             self.known_version = self.parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
-        """Makes the parameter a plain one without a `_memascend` attribute, until `offload` is called again."""
+        """Makes the parameter a plain parameter, without a `_memascend` attribute, until `offload` is called again."""
         self.materialize(values)
         self.parameter.__dict__.pop("_memascend", None)
         self.unswapped = None
@@ -478,7 +487,7 @@ class Place:
 
     def note_version(self) -> None:
         """Records that all writes to the parameter so far are known."""
-        # Through `Placeholder.__torch_function__` the query would take five times as long.
+        # Without this context, `__torch_function__` would run, and reading `_version` would take five times as long.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             self.known_version = self.parameter._version  # noqa: SLF001
 
@@ -493,12 +502,13 @@ def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
             length != 1 and got != want for length, got, want in zip(shape, stride, strides_of(shape), strict=True)
         )
         if device == _CPU and any(differ):
-            # Autograd warns if a gradient's strides differ from its parameter's, so `nothing` gets the stored strides.
-            # On the CPU empty_strided() only reserves addresses for a moment; on a device it would take memory.
+            # Autograd warns if the strides of a gradient differ from the strides of its parameter, so `nothing` gets
+            # the stored strides. On the CPU, empty_strided() only reserves addresses for a moment. On a device it would
+            # take memory, so `nothing` keeps other strides there.
             nothing = torch.empty_strided(shape, stride, dtype=dtype, device=device)
             nothing.untyped_storage().resize_(0)
-        # Code that reads this memory through torch's core (DLPack, a custom kernel, a thread that saw the parameter
-        # materialized a moment ago) gets this error instead of a wrong number.
+        # Some code reads a tensor's memory without `__torch_function__`: DLPack, a custom kernel, or a thread that saw
+        # the parameter materialized a moment ago. Such code gets this error instead of wrong values.
         whose = f"a parameter of {list(shape)} {str(dtype).removeprefix('torch.')}"
-        torch._C._set_storage_access_error_msg(nothing, access_error_text(whose, "read past the parameter's class"))  # noqa: SLF001
+        torch._C._set_storage_access_error_msg(nothing, access_error_text(whose, "read directly"))  # noqa: SLF001
     return nothing

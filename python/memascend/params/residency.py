@@ -37,7 +37,7 @@ _Taken = TypeVar("_Taken")
 
 @dataclass(eq=False, repr=False)
 class Residency:
-    """Materializes the parameters of units, and offloads them. One lock guards both; modules compute outside of it.
+    """Materializes and offloads the parameters of units. A lock guards these actions; modules compute without the lock.
 
     Attributes:
         units: the units and the cache of their bytes.
@@ -45,17 +45,18 @@ class Residency:
         turns: decides which threads may use parameters, and when one thread may change them.
         hooks: the hooks on tensors that autograd saves.
         copies: the copies of weights that user code was given.
-        stages: is notified of each unit before its use while `accumulate()` computes micro-batches; None otherwise.
+        stages: while `accumulate()` computes, the object that is notified before each use of a unit; None at other
+            times.
         session: the session of the run; set by `serve`.
     """
 
     _memory: UnitMemory
     _limits: Limits
-    engine: InitVar[Engine]  # reads units; its updates may use a unit's bytes until they are done
+    engine: InitVar[Engine]  # reads units; an update may use a unit's bytes until the update ends
     model: torch.nn.Module
-    # The folder for copies of weights; None: the user named no folder, and the storage is a raw device.
+    # The folder for copies of weights; None if the storage is a raw device and the user named no folder.
     _scratch: Path | None
-    keeper: InitVar[Activations | None]  # offloads checkpointed activations; None: they stay as they are
+    keeper: InitVar[Activations | None]  # offloads checkpointed activations; None: no activations are offloaded
 
     def __post_init__(self, engine: Engine, keeper: Activations | None) -> None:
         self.lock = ProcessLock()
@@ -69,11 +70,11 @@ class Residency:
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     def followed_by(self, stages: Recorder | PartialSums) -> AbstractContextManager[None]:
-        """Context manager in which `stages` takes arriving gradients and is notified of each unit before its use."""
+        """Context manager in which `stages` gets the gradients, and is notified of each unit before its use."""
         return replaced(self, "stages", stages)
 
     def serve(self, session: Session) -> None:
-        """Sets the session, which is made after this object; must be called before a parameter is used."""
+        """Sets the session, which is created after this object. Call this method before a parameter is used."""
         self.session = session
 
     # --- materializing ---------------------------------------------------------
@@ -100,7 +101,7 @@ class Residency:
                     raise
 
     def offload(self, unit: CachedUnit, holder: int | None = None) -> None:
-        """Undoes one call of `materialize`; `holder`: the thread of that call, if it is not this one."""
+        """Undoes one call of `materialize`; `holder` is the thread that made the call, if not the current thread."""
         here = current() if holder is None else holder
         with self.lock:
             if here not in unit.holders:
@@ -115,7 +116,7 @@ class Residency:
                 self.turns.note_release()
 
     def offload_all(self, holder: int) -> None:
-        """Undoes all calls of `materialize` by a thread that computes nothing; an interrupt may have left some."""
+        """Undoes the calls of `materialize` that an interrupt left in a thread; the thread must not be computing."""
         with self.lock:
             for unit in self.units.all:
                 while holder in unit.holders:
@@ -164,7 +165,7 @@ class Residency:
         return True
 
     def copy_of(self, place: Place) -> torch.Tensor:
-        """Returns a copy of a parameter's values, a tensor on an unlinked file that no other code maps."""
+        """Returns a copy of a parameter's values, as a tensor on an unlinked file that no other code maps."""
         return self.read_into(place, lambda values: self.filed(place, values))
 
     def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
@@ -181,7 +182,7 @@ class Residency:
             self.offload(unit)
 
     def require_idle(self, call: str) -> None:
-        """Raises UsageError if any thread uses a unit; `call` is the caller's name for the message."""
+        """Raises UsageError if any thread uses a unit; `call` is the name of the calling function, for the message."""
         with self.lock:
             used = next((unit.name for unit in self.units.all if unit.holders), None)
         if used is not None:
@@ -198,7 +199,7 @@ class Residency:
             self.copies.close()
 
     def storage_of(self, unit: CachedUnit, version: int) -> torch.UntypedStorage:
-        """Returns the bytes of a unit, after a read unless they are cached.
+        """Returns the bytes of a unit; reads them first if they are not cached.
 
         Raises:
             UsageError: the unit's values have changed since `version`.
@@ -211,7 +212,7 @@ class Residency:
             self.turns.wait_to_read(partial(self.units.holders_of_room, unit, current()))
             if unit.version != version:
                 raise UsageError(
-                    f"a graph needs unit {unit.name!r} as it was before step(), or before its values were changed: "
-                    "call backward() before that, or run the forward again"
+                    f"this backward needs the values that unit {unit.name!r} had before step(), or before code changed "
+                    "them: call backward() before the values change, or run the forward again"
                 )
             return self.units.use(unit).untyped_storage()

@@ -1,8 +1,8 @@
-"""Packs the tensors that autograd saves: a tensor in a unit's memory as a `Note`, from which the backward reads it.
+"""Packs the tensors that autograd saves. Instead of a tensor in a unit, autograd gets a `Note`, which describes it.
 
 [Note: saved tensors] A saved weight must not keep its unit's memory. So autograd saves a `Note` (unit, version, offset)
-instead of the tensor, and unpacking the note reads the unit again. Tensors outside of units pass through: to
-`Activations`, to the hooks of user code, or unchanged.
+instead of the tensor, and unpacking the note reads the unit again. A tensor outside of units is passed to `Activations`
+or to the hooks of user code, or is saved unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 class Note(NamedTuple):
-    """The place of a saved tensor in a unit, from which the same view is made again.
+    """Describes a saved tensor as a view into a unit, so that `tensor_of` can make the same view again.
 
     See [Note: saved tensors].
     """
@@ -43,7 +43,7 @@ class Note(NamedTuple):
 
 
 class SavedTensorHooks:
-    """The pair of saved-tensor hooks of a run, pushed while a module with units computes."""
+    """The pack hook and the unpack hook of a run. They are pushed while a module with units computes."""
 
     __slots__ = ("_pair", "_residency", "keeper")
 
@@ -51,11 +51,10 @@ class SavedTensorHooks:
         """`keeper` offloads checkpointed activations; with a keeper, the root module pushes the hooks, too."""
         self._residency = residency
         self.keeper = keeper
-        # All pushes use this one pair of bound methods.
         self._pair = (self.pack, self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd saves for `tensor`: a `Note`, the keeper's object, or the tensor with its version."""
+        """Returns the object that autograd saves for `tensor`: a `Note`, the keeper's object, or a `_Saved`."""
         note = self.note_of(tensor)
         if note is not None:
             return note
@@ -70,7 +69,7 @@ class SavedTensorHooks:
         return tensor
 
     def push(self) -> bool:
-        """Pushes the hooks unless these hooks are on top already; True if they were pushed."""
+        """Pushes the hooks and returns True; returns False if these hooks are already on top."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
         if top is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001
@@ -88,7 +87,10 @@ class SavedTensorHooks:
 
     @staticmethod
     def pop() -> None:
-        """Pops the top hooks, if there are any: after an interrupt, the user's own context may have popped them."""
+        """Pops the top hooks.
+
+        Does nothing if there are no hooks: after an interrupt, a context of the user may have popped them all.
+        """
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
@@ -102,17 +104,18 @@ class SavedTensorHooks:
             self.pop()
 
     def note_of(self, tensor: torch.Tensor) -> Note | None:
-        """Returns the place of a tensor in a unit; None if it is outside of units."""
+        """Returns the note for a tensor; None if the tensor's memory belongs to no unit."""
         try:
-            # Without this guard a parameter with its placeholder class would give the address of a copy.
+            # Without this guard, a parameter with its placeholder class would return the storage of a copy.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 address = torch.Tensor.untyped_storage(tensor).data_ptr()
         except (NotImplementedError, RuntimeError):
-            # A sparse tensor, or a subclass without memory of its own, is in no unit.
+            # A sparse tensor, or a tensor subclass without a storage, is in no unit.
             return None
         found, start = self._residency.units.at.get(address), 0
         if found is None and _is_offloaded(tensor):
-            # The parameter has a copy for a moment (`WeightCopies.materialized`); its unit has the same values.
+            # `WeightCopies.materialized` has set the parameter's data to a copy for a moment. The parameter's unit has
+            # the same values, so the note refers to the unit.
             place: Place = tensor._memascend  # type: ignore[attr-defined] # noqa: SLF001
             unit = self._residency.units.unit_of[place.name]
             found, start = (unit, unit.version), place.offset
@@ -129,7 +132,7 @@ class SavedTensorHooks:
         )
 
     def tensor_of(self, note: Note) -> torch.Tensor:
-        """Returns the tensor that a note describes, on the bytes of its unit."""
+        """Returns the tensor that a note describes, as a view into the bytes of the note's unit."""
         storage = self._residency.storage_of(note.unit, note.version)
         tensor = view_of(storage, note.dtype, note.offset // note.dtype.itemsize, note.size, note.stride)
         if not (note.conjugate or note.negative):
@@ -140,7 +143,7 @@ class SavedTensorHooks:
 
 
 class _Saved(NamedTuple):
-    """A saved tensor outside of units, with its version, since torch does not check versions of packed tensors."""
+    """A saved tensor outside of units, with its version: torch does not check the versions of packed tensors."""
 
     values: torch.Tensor
     version: int
@@ -151,14 +154,16 @@ class _Saved(NamedTuple):
         if now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(values.shape)} {values.dtype} is at version {now}, and was saved at version {self.version}"
+                f"a tensor of {list(values.shape)} {values.dtype} is at version {now}, and was saved at version "
+                f"{self.version}; "
+                "compute the new value in another tensor"
             )
         return values
 
 
 @dataclass(eq=False, slots=True)
 class _Delegating:
-    """Hooks that pack tensors in units as notes, and pass other tensors to hooks of user code (`save_on_cpu`)."""
+    """Hooks that pack tensors in units as notes. Other tensors go to the hooks of user code, such as `save_on_cpu`."""
 
     hooks: SavedTensorHooks
     _pack: Callable[..., Any]
@@ -180,17 +185,18 @@ class _Delegating:
 
 @dataclass(eq=False, slots=True)
 class _OverCheckpoint:
-    """Pack hook that calls a checkpoint's pack hook with a view instead of an offloaded parameter.
+    """Pack hook that calls a checkpoint's pack hook; passes a view of an offloaded parameter instead of the parameter.
 
-    In the backward a view still has its memory, while the parameter would be a placeholder. The checkpoint's hook
-    itself makes views of tensors that require gradients, but not of frozen parameters.
+    In the backward a view still has its memory, but the parameter may be a placeholder. The checkpoint's hook makes
+    views of tensors that require gradients, but not of frozen parameters.
     """
 
     hooks: SavedTensorHooks
     _pack: Callable[..., Any]
 
-    # By these two attributes of a checkpoint's hook, torch finds the hooks of user code beneath it. Without them, a
-    # selective checkpoint would take this hook for a hook of user code, and pass cached tensors to it.
+    # torch reads these two attributes of a checkpoint's hook to find the hooks of user code below the checkpoint.
+    # Without these attributes, a selective checkpoint would treat this hook as a hook of user code, and would pass
+    # cached tensors to it.
     _checkpoint_internal = True
 
     @property

@@ -8,11 +8,12 @@ import time
 from typing import Literal
 
 _log = logging.getLogger("memascend")
-# `Settling` measures `_TRIALS` steps for each way, and measures both ways again after `_AGAIN` steps.
+# `Settling` has two ways to write deferred updates, and measures `_TRIALS` steps with each way. After `_AGAIN` steps it
+# measures both ways again.
 _TRIALS = 3
 _AGAIN = 512
-# A step is unusual if its time differs by the factor `_CHANGE` from the median that chose the way; `_CHANGED` unusual
-# steps in a row begin new trials.
+# A step is unusual if its time differs by more than the factor `_CHANGE` from the median time of the chosen way. After
+# `_CHANGED` unusual steps in a row, `Settling` measures both ways again.
 _CHANGE = 1.3
 _CHANGED = 4
 # "backward", which reads more, is chosen only if its median is below this fraction of the median of "forward".
@@ -23,14 +24,14 @@ Way = Literal["forward", "backward"]
 class Settling:
     """Decides which fetch of a unit writes the updates that the last step deferred.
 
-    | way | first fetch after the step | second fetch, or the next gradient | faster where |
+    | way | first fetch after the step | second fetch, or the next gradient | faster if |
     |---|---|---|---|
-    | "forward" | reads state and gradient, computes, writes | reads values | the drive bounds the step |
-    | "backward" | reads state and gradient, computes values | reads and computes again, writes | compute bounds it |
+    | "forward" | reads state and gradient, computes, writes | reads values | the drive limits the step |
+    | "backward" | reads state and gradient, computes values | reads and computes again, writes | compute limits it |
 
-    Both ways give the same bits. The first steps try both ways in turn. The faster way stays until the time of a step
-    changes, as with another batch size. Medians decide, because the time between two steps, as for an evaluation,
-    counts as a part of the step.
+    Both ways give the same bits. The first steps alternate between the ways. Then the faster way is used until the time
+    of a step changes, for example after a change of the batch size. The ways are compared by their median times,
+    because the measured time of a single step may include other work, such as an evaluation.
     """
 
     def __init__(self) -> None:
@@ -41,17 +42,17 @@ class Settling:
         self._last = 0.0
         self.was_left = False
         self._taken: dict[Way, list[float]] = {"forward": [], "backward": []}
-        # The median seconds that chose the way; None during trials.
+        # The median time of the chosen way in seconds; None while both ways are measured.
         self._usual: float | None = None
-        # Unusual steps in a row, and steps since the choice.
+        # `_unusual` is the number of unusual steps in a row. `_since` is the number of steps since the way was chosen.
         self._unusual = self._since = 0
 
     def settles(self, fetched: int) -> bool:
-        """True if the next fetch of a unit, which had `fetched` fetches since the last step, writes its updates."""
+        """True if the next fetch of a unit writes its updates. Since the last step the unit had `fetched` fetches."""
         return fetched >= (0 if self.way == "forward" else 1)
 
     def step_ended(self, *, leaves: bool) -> None:
-        """Measures the step that was just committed; `leaves`: it deferred updates."""
+        """Measures the step that was just committed. `leaves` is True if the step deferred updates."""
         now = time.perf_counter()
         if self.was_left:
             self._took(now - self._last)
@@ -59,7 +60,7 @@ class Settling:
         self._last, self.was_left = now, leaves
 
     def _took(self, seconds: float) -> None:
-        """Records the time of a step that also made the updates which the previous step had deferred."""
+        """Records the time of a step that also wrote the deferred updates of the previous step."""
         if self._usual is None:
             self._taken[self.way].append(seconds)
             self._choose()
@@ -80,8 +81,7 @@ class Settling:
         self.way = "backward" if medians["backward"] < medians["forward"] * _GAIN else "forward"
         self._usual = medians[self.way]
         _log.info(
-            "updates that wait for the norm of all gradients are written in the next step's %s: steps take %.3g s so, "
-            "and %.3g s otherwise",
+            "deferred updates are written in the next step's %s: steps take %.3g s this way, and %.3g s the other way",
             self.way,
             self._usual,
             medians["forward" if self.way == "backward" else "backward"],

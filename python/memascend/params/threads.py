@@ -27,24 +27,24 @@ _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memasce
 class _Thread(threading.local):
     """Thread-local state."""
 
-    works_for = 0  # the identifier of the thread for which this thread computes; 0: it computes for itself
+    works_for = 0  # the identifier of the thread for which this thread computes; 0 if there is none
 
 
 _thread = _Thread()
 
 
 def working_for(thread: int) -> AbstractContextManager[None]:
-    """Context manager in which this thread counts as `thread`, which waits meanwhile; see `current`."""
+    """Context manager in which this thread uses parameters under the identifier of `thread`, while `thread` waits."""
     return replaced(_thread, "works_for", thread)
 
 
 def current() -> int:
-    """Returns the thread under whose identifier this thread uses parameters: `works_for` if it is set, else itself."""
+    """Returns the identifier under which this thread uses parameters: `works_for` if it is set, else its own."""
     return _thread.works_for or threading.get_ident()
 
 
 def works_for_another() -> bool:
-    """True if this thread computes a micro-batch for another thread, in turns with other such threads."""
+    """True if this thread computes a micro-batch for another thread."""
     return bool(_thread.works_for)
 
 
@@ -68,28 +68,32 @@ def _compilers() -> set[threading.Thread]:
 
 
 def _is_helper(thread: threading.Thread) -> bool:
-    """True for threads of `_HELPERS`, and for threads that C++ or Rust started, as autograd and the extension do."""
+    """True if code of `_HELPERS`, or code in C++ or Rust, started a thread. Autograd's threads are an example."""
     if isinstance(thread, threading._DummyThread):  # noqa: SLF001
         return True
     module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
     return module.partition(".")[0] in _HELPERS
 
 
-# How long a thread waits for operations of other threads on parameters, or for memory that their modules occupy.
+# The longest time that a thread waits for other threads: until their operations on parameters end, or until their
+# modules release memory.
 _TOUCH_SECONDS = 60.0
-# The interval in which a thread that waits for memory checks for free memory.
+# How many seconds a thread that waits for memory sleeps before it looks for free memory again.
 _LOOK_SECONDS = 0.05
 FORKED = (
-    "the model belongs to the process that offloaded it, and this process is a fork of it: compute there, or offload a "
-    "model here"
+    "this process is a fork of the process that called offload(), and cannot use its model: use the model in the "
+    "original process, or call offload() on another model in this process"
 )
 
 
 class OwnProcess:
-    """Detects forks of the process that offloaded a model: in a fork its threads are missing, and units are zeros."""
+    """Detects that this process is a fork of the process that offloaded a model.
+
+    In a fork, the threads of memascend do not run, and the bytes of units are zeros.
+    """
 
     def __init__(self) -> None:
-        # True in a fork.
+        # True if this process is a fork.
         self.is_elsewhere = False
         _own.add(self)
 
@@ -147,7 +151,7 @@ class Turns:
         # so that `_changer` may change values.
         self._changer: int | None = None
         self._changing = False
-        # The threads in `touching`.
+        # The threads that run an operation in `touching`.
         self._touching: set[int] = set()
         # True once a second thread used parameters: then each thread must materialize units for itself.
         self.several = False
@@ -165,7 +169,7 @@ class Turns:
             self.several = True
 
     def others_alive(self) -> bool:
-        """True if another thread runs that may use parameters; threads known as helpers of libraries do not count."""
+        """True if another living thread may use parameters; known helper threads of libraries do not count."""
         if threading.active_count() == 1:
             return False
         here = {threading.get_ident(), current()}
@@ -176,29 +180,33 @@ class Turns:
         return bool(others) and not _compilers().issuperset(others)
 
     def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
-        """Waits until no other thread changes values, and memory is free; see `wait_to_read`. Needs the lock."""
+        """Waits until `wait_to_read` returns, and until no other thread changes values.
+
+        The caller must have the lock.
+        """
         self.note_thread()
         self.wait_to_read(holders)
         if self._changing and self._changer != current():
             self._turn.wait_for(lambda: not self._changing)
 
     def wait_to_read(self, holders: Callable[[], set[int]]) -> None:
-        """Waits until the threads that `holders` returns release their memory. Needs the lock.
+        """Waits until the threads that `holders` returns release their memory. The caller must have the lock.
 
-        Threads that wait here themselves are not waited for. The wait ends after `_TOUCH_SECONDS`: then the caller
-        evicts a unit, takes more memory, or raises an error.
+        Does not wait for a thread that also waits in this method. Returns after `_TOUCH_SECONDS` at the latest. The
+        caller then evicts a unit, takes more memory, or raises an error.
         """
         here, deadline = current(), time.monotonic() + _TOUCH_SECONDS
         while self.several and holders() - self._waiting and time.monotonic() < deadline:
             self._waiting.add(here)
             try:
-                # The last view of a slot releases it without a notification, so this thread must look again soon.
+                # A slot becomes free without a notification when its last view is deleted, so this thread must check
+                # again soon.
                 self._turn.wait(_LOOK_SECONDS)
             finally:
                 self._waiting.discard(here)
 
     def note_release(self) -> None:
-        """Notifies waiting threads that a unit was released. Needs the lock."""
+        """Notifies waiting threads that a unit was released. The caller must have the lock."""
         if self.several:
             self._turn.notify_all()
 
@@ -227,15 +235,18 @@ class Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context manager in which only this thread may materialize units; first waits for operations of others."""
+        """Context manager in which only this thread may materialize units.
+
+        First waits until the operations of other threads have ended.
+        """
         here = current()
         with self.lock:
             self._turn.wait_for(lambda: self._changer in (None, here))
             is_outermost, self._changer = self._changer is None, here
         try:
             with self.lock:
-                # Operations in `touching` may go on and materialize more units; `_changer` keeps new operations from
-                # starting.
+                # Operations that are already in `touching` may continue, and materialize more units. `_changer`
+                # prevents new operations.
                 self._turn.wait_for(lambda: not self._touching - {here}, timeout=_TOUCH_SECONDS)
                 self._changing = True
             yield

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.storage import Fetch
 
 
-# The holder of units whose parameters are plain within materialized(); no thread has this identifier.
+# Within materialized(), this is the holder of units whose parameters are plain. No thread has this identifier.
 NOBODY = 0
 
 
@@ -36,11 +36,11 @@ class Bytes(Enum):
     READING = auto()
     # The bytes are in a slot of the arena.
     CACHED = auto()
-    # The bytes are in the RAM tier for the whole run. The engine updates them there, and the model computes with them
-    # in place.
+    # The bytes are in the RAM tier for the whole run. The engine updates the bytes in the RAM tier, and the model
+    # computes with the same memory.
     IN_PLACE = auto()
 
-    # `Enum` hashes in Python, which is slow for a dict key that each step looks up many times.
+    # The hash method of `Enum` is Python code, which is slow for a dict key that each step looks up many times.
     __hash__ = object.__hash__
 
 
@@ -68,18 +68,19 @@ class CachedUnit:
     slot_bytes: int
     _: KW_ONLY
     pinned: bool  # True for a small unit that is never evicted to make room
-    # The unit's values are in the RAM tier, so the unit needs no slot.
+    # True if the unit's values are in the RAM tier, so that the unit needs no slot.
     in_ram: bool = False
-    places: Sequence[Place] = ()  # the parameters
+    places: Sequence[Place] = ()  # the unit's parameters
     state: Bytes = Bytes.OFFLOADED
-    # The bytes in memory; None while they are on storage or being read.
+    # The bytes in memory; None while the bytes are on storage or are being read.
     base: torch.Tensor | None = None
     # The read that is under way, and the memory that it fills; None in states other than READING.
     read: Fetch | Staged | None = None
     _into: torch.Tensor | None = None
     # A view into `base` for each parameter, made at the first `materialize`.
     _views: list[torch.Tensor] | None = None
-    # The slot that was leased last, which views may keep alive after an eviction, and the version of its bytes.
+    # A weak reference to the slot that the unit leased last, and the version of the bytes in the slot. Views may keep
+    # the slot alive after an eviction.
     weak: tuple[StorageWeakRef, int] | None = None
     # In state IN_PLACE: the store's `ram_tier_epoch` when `base` was taken.
     _epoch: int = -1
@@ -87,14 +88,14 @@ class CachedUnit:
     version: int = 0
     # How many reads of the current version were begun.
     fetched: int = 0
-    # A commit has changed the values, so the next commit is expected to change them again.
+    # True once a commit has changed the values: the next commit is then expected to change the values again.
     trained: bool = False
     # How often each thread has materialized the unit, by thread identifier.
     holders: dict[int, int] = field(default_factory=dict)
 
     def _move(self, move: Move) -> None:
         after = _MOVES[move].get(self.state)
-        assert after is not None, f"{move!r} of unit {self.name!r}, which is {self.state.name}"
+        assert after is not None, f"the move {move!r} is not possible for unit {self.name!r} in state {self.state.name}"
         self.state = after
 
     # --- its bytes ---------------------------------------------------------------------
@@ -109,8 +110,8 @@ class CachedUnit:
     def arrive(self) -> None:
         """Waits for the read, which verifies the bytes, and caches the bytes."""
         into = self._into
-        assert self.read is not None, f"nothing of unit {self.name!r} is read"
-        assert into is not None, "a read has memory"
+        assert self.read is not None, f"unit {self.name!r} has no read to wait for"
+        assert into is not None, "a unit that is being read has memory"
         try:
             self.read.wait()
         except BaseException:
@@ -122,7 +123,7 @@ class CachedUnit:
         self._move("arrive")
 
     def adopt(self) -> bool:
-        """Caches bytes of the current version that views kept alive; returns False if there are none."""
+        """Caches bytes of the current version that views kept alive; returns False if there are no such bytes."""
         if self.state is not Bytes.OFFLOADED or self.weak is None or self.weak[1] != self.version:
             return False
         storage = alive(self.weak[0])
@@ -133,22 +134,22 @@ class CachedUnit:
         return True
 
     def stand(self, base: torch.Tensor, epoch: int) -> None:
-        """Records that the bytes are `base`, in the RAM tier, taken at this epoch of the store."""
+        """Records that the bytes are `base`, which is in the RAM tier; `epoch` is the store's `ram_tier_epoch`."""
         self.base, self._epoch = base, epoch
         self._move("stand")
 
     def leave(self) -> None:
-        """Releases the bytes; views of other code keep their memory."""
+        """Releases the unit's references to its bytes. The memory stays as long as other code has views of it."""
         if self.state is Bytes.READING:
-            # Dropping a read waits for its end, so its memory is released after that. `weak` must not refer to bytes
-            # that were never verified.
+            # `read` is deleted first: its deletion waits until the read has ended, and only then may the memory be
+            # released. `weak` must not refer to bytes that were never verified.
             self.read = None
             self._into = self.weak = None
         self._views = self.base = None
         self._move("leave")
 
     def is_stale(self, epoch: int) -> bool:
-        """True if the bytes are in the RAM tier and were taken in another epoch of the store than `epoch`."""
+        """True if the bytes are in the RAM tier, but `stand` recorded them with another epoch than `epoch`."""
         return self.state is Bytes.IN_PLACE and self._epoch != epoch
 
     # --- its values --------------------------------------------------------------------
@@ -166,13 +167,13 @@ class CachedUnit:
         self.trained = True
 
     def forget(self) -> None:
-        """Releases bytes that no commit wrote, so that `adopt` does not use them."""
+        """Releases bytes that were not committed, so that `adopt` does not use them."""
         self.leave()
         self.weak = None
 
     @property
     def written(self) -> list[str]:
-        """The names of parameters that code wrote to in place since their data was last set, perhaps through a view."""
+        """The names of parameters that code wrote to in place, or through a view, since their data was last set."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name
@@ -181,7 +182,7 @@ class CachedUnit:
             ]
 
     def note_written(self) -> None:
-        """Marks the writes in place so far as reported."""
+        """Records that all writes in place so far have been reported."""
         for place in self.places:
             place.note_version()
 
@@ -214,7 +215,7 @@ class CachedUnit:
 
 
 def alive(weak: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Returns the storage of a weak reference; None if it is gone."""
+    """Returns the storage of a weak reference; None if the storage was freed."""
     if weak.expired():
         return None
     return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # noqa: SLF001
@@ -232,8 +233,8 @@ def view_of(
 class Limits:
     """The limits that the plan sets for units in memory."""
 
-    lookahead: int  # how many units ahead of the one in use are fetched
-    slots: dict[int, int]  # the arena's classes, {bytes: count}
+    lookahead: int  # how many units are fetched ahead of the unit in use
+    slots: dict[int, int]  # the number of slots of each size in the arena, {bytes: count}
     option: str  # the user's option for the budget, "host_memory" or "device_memory"
     larger: Callable[[int], int]  # returns a budget that suffices, given the bytes of a unit that found no memory
     # Takes memory for one more unit, given the unit's bytes, and returns the bytes taken; None if the user gave a

@@ -1,22 +1,23 @@
 """Gives user code copies of weights, and rejects writes to the copies.
 
-[Note: places of a weight] The last commit is the only true value of a weight. Its bytes can be in these places. Values
-return from memory to the store only at the end of a door.
+[Note: places of a weight] Only the values of the last commit are valid for a weight. Their bytes can be in the places
+of this table. A door is a block in which user code may change weights: only at the end of a door are values of user
+code written to the store.
 
 | place | memory | may be written by | ends with |
 |---|---|---|---|
 | `Bytes.OFFLOADED` | the store's slots, on storage | the engine, into the slot that is not valid | the next commit |
 | `Bytes.READING` | a lease of the arena | the read | the read: verified (`CACHED`), or failed (`OFFLOADED`) |
 | `Bytes.CACHED` | a lease of the arena | no code: `_version` shows a write, and `step()` raises | eviction, a commit |
-| `Bytes.IN_PLACE` | the store's RAM tier | the engine at a commit; no other code, as above | `close()` |
+| `Bytes.IN_PLACE` | the RAM tier | the engine at a commit; no other code: `_version` shows a write | `close()` |
 | `TrackedCopy`, a view (`.data`, `detach()`) | a file | no code: a checksum shows a write | release, before a commit |
-| `TrackedCopy`, a snapshot (`state_dict()`) | a file | no code, as above | release |
+| `TrackedCopy`, a snapshot (`state_dict()`) | a file | no code: a checksum shows a write | release |
 | a door: `materialized()`, `edit()` | a file | user code | the end of the block, which commits changes |
-| a deep copy of the model | a file | user code: the copy is another model's | release |
+| a deep copy of the model | a file | user code: the copy belongs to another model | release |
 
 A copy that is made inside a forward or a backward is a snapshot, too.
 
-This file makes the files and keeps track of the copies. `unit` and `cached_units` handle bytes in units;
+This module creates the files of copies, and keeps track of the copies. `unit` and `cached_units` handle bytes in units;
 `session.value_edits` and `session.materialize` are the doors.
 """
 
@@ -53,17 +54,20 @@ if TYPE_CHECKING:
 
 # --- copies in files ---------------------------------------------------------------------
 
-# Bytes of one write to a file.
+# The largest number of bytes that one write to a file has.
 _WRITE_BYTES = 8 << 20
 
 
 def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch.Tensor:
     """Returns a copy of a parameter's values, with the parameter's strides, on an unlinked file.
 
-    `folder` gets the file; None: the user named no folder, and the storage is a raw device.
+    `folder` is the folder for the file. It is None if the storage is a raw device and the user named no folder.
     """
     if folder is None:
-        raise ConfigError("the storage is a raw device: give offload(scratch=) a folder for copies of the weights")
+        raise ConfigError(
+            "the storage is a raw device, which cannot hold copies of the weights: pass offload(scratch=) a folder for "
+            "these copies"
+        )
     nbytes = place.nothing.nbytes
     if nbytes == 0:
         return torch.empty(place.shape, dtype=place.dtype, device="cpu")
@@ -81,13 +85,13 @@ def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch
             return file_memory(file.fileno(), nbytes).view(place.dtype).as_strided(place.shape, place.stride)
     except OSError as error:
         raise StorageError(
-            f"{folder}: no disk space for a copy of the weights: {error.strerror}; give offload(scratch=) another "
-            "folder",
+            f"cannot write a copy of the weights to {folder}: {error.strerror}; pass another folder as "
+            "offload(scratch=)",
             errno=error.errno,
             path=str(folder),
         ) from error
     finally:
-        # The traceback of an error would keep these tensors, and with them the unit's slot.
+        # The traceback of an error would keep these tensors alive, and with them the slot of the unit.
         del values, part, on_host
 
 
@@ -97,15 +101,16 @@ DOORS = (
     "write to weights within optimizer.edit(parameter) or memascend.materialized(model, modify=True), or by "
     "model.load_state_dict()"
 )
-# Added to an error if a forward may have written to its own weights, where no door can be opened.
+# Added to an error if a forward may have written to the model's weights: inside a forward no door can be opened.
 BEFORE_FORWARD = (
-    "if a forward does it, as nn.Embedding(max_norm=) and normalised weights do: let the loop do it before the "
-    "forward, within optimizer.edit(), as docs/limits.md shows"
+    "if a forward writes to weights, as nn.Embedding(max_norm=) and normalised weights do, let the training loop write "
+    "to them before the forward, within optimizer.edit(), as docs/limits.md shows"
 )
-# The reader of a copy. A "view" must be released before a commit changes the weight. A "state dict", or a read "inside"
-# a forward or backward, is a snapshot.
+# The purpose of a copy. User code must release a "view" before a commit changes the weight. A copy for a "state dict",
+# or "inside" a forward or a backward, is a snapshot: it may outlive the commit.
 For = Literal["view", "inside", "state dict"]
-# How many recent copies `of` compares at each call; it compares all of them whenever their number has doubled.
+# How many recent copies `of` checks for writes at each call. Whenever the number of copies has doubled, `of` checks all
+# copies.
 _FEW = 16
 # How often `require_released` looks again for views that another thread may have, and the pause before each look.
 _LOOKS, _PAUSE_SECONDS = 20, 0.005
@@ -115,13 +120,16 @@ class TrackedCopy:
     """A copy of a weight that user code may have.
 
     Attributes:
-        seen: the checksum of the copy's values when they were last compared, at first when the copy was made.
+        seen: the checksum of the copy's values at the last comparison, or at the creation of the copy.
     """
 
     __slots__ = ("_sharing_count", "is_snapshot", "place", "seen", "values")
 
     def __init__(self, place: Place, values: torch.Tensor, *, is_snapshot: bool, sharing_count: int = 1) -> None:
-        """`is_snapshot`: the copy may outlive a change of the weight; `sharing_count`: copies in its memory."""
+        """`is_snapshot`: the copy may outlive a change of the weight.
+
+        `sharing_count`: how many copies share the memory of `values`.
+        """
         self._sharing_count = sharing_count
         self.place = place
         self.is_snapshot = is_snapshot
@@ -133,7 +141,7 @@ class TrackedCopy:
 
     @property
     def is_held(self) -> bool:
-        """True if other code has the memory, too."""
+        """True if user code still uses the memory of the copy."""
         return uses(self.values) > uses_of_one() + self._sharing_count - 1
 
     def compare(self) -> bool:
@@ -143,15 +151,15 @@ class TrackedCopy:
 
 
 class _Stale(NamedTuple):
-    """Memory that other code has, with the values of a weight before a commit."""
+    """Memory that other code still uses, with the values that a weight had before a commit."""
 
     unit: CachedUnit
-    place: Place | None  # the parameter in the memory; None: the memory has all parameters of the unit
+    place: Place | None  # the parameter in the memory; None if the memory has all parameters of the unit
     memory: StorageWeakRef
     last_used: int  # the number of the unit's last use before the commit
 
     def name_of(self, view: torch.Tensor) -> str:
-        """Returns the name of the parameter in whose values a view of this memory begins."""
+        """Returns the name of the parameter that has the first element of `view`, a view of this memory."""
         if self.place is not None:
             return self.place.name
         begin = int(view.storage_offset()) * view.element_size()
@@ -159,15 +167,19 @@ class _Stale(NamedTuple):
 
 
 class WeightCopies:
-    """The copies of one model's weights that user code has; a released copy is dropped at its next comparison."""
+    """The copies of a model's weights that user code has.
+
+    A copy that user code has released is dropped at the next comparison.
+    """
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        # Copies of the present values, which `of` returns again; the key is the weight's name and the reader.
+        # Copies of the present values, which `of` returns again; the key is the weight's name and the purpose of the
+        # copy.
         self._now: dict[tuple[str, For], TrackedCopy] = {}
         # Copies of earlier values that user code still has.
         self._older: list[TrackedCopy] = []
-        # Memory from a forward that other code still had when a commit changed its weights.
+        # Memory with the weights of a forward. Other code still used this memory when a commit changed the weights.
         self._stale: list[_Stale] = []
         # At this length of `_now`, `of` compares all copies and not only recent ones.
         self._many = _FEW
@@ -209,14 +221,14 @@ class WeightCopies:
 
     @contextlib.contextmanager
     def materialized(self, places: list[Place]) -> Iterator[None]:
-        """Context manager in which parameters have copies from `of` as data, so that a graph can lead to them."""
+        """Context manager in which a graph can refer to parameters, because their data are copies from `of`."""
         residency = self._residency
         values = [self.of(place) for place in places]
         with residency.turns.alone(), contextlib.ExitStack() as undo:
             if any(residency.units.unit_of[place.name].holders for place in places):
                 raise UsageError(
-                    "another thread computes the model, which may evict the weights of a view: take views in that "
-                    "thread, or afterwards"
+                    "another thread is computing the model, so this thread cannot make a view of its weights: make "
+                    "views in the other thread, or after its computation"
                 )
             if residency.hooks.push():
                 undo.callback(residency.hooks.pop)
@@ -226,15 +238,15 @@ class WeightCopies:
             yield
 
     def duplicate(self, place: Place) -> torch.nn.Parameter:
-        """Returns a plain parameter for another model, on a copy in a file of its own."""
+        """Returns a plain parameter for another model. Its values are a copy in a separate file."""
         self._residency.units.require_open()
         with torch.inference_mode(mode=False), torch.no_grad():
             return place.plain(self._residency.copy_of(place).to(place.device))
 
     def keep(self, kept: Sequence[tuple[Place, torch.Tensor]], *, is_snapshot: bool) -> None:
-        """Records memory that parameters had inside a door and that user code keeps after the door has ended.
+        """Tracks the memory that parameters had inside a door, if user code still uses this memory after the door.
 
-        Several of these tensors may be parts of one vector.
+        Several tensors in `kept` may be parts of one vector.
         """
         sharing_count = Counter(values.untyped_storage()._cdata for _, values in kept)  # noqa: SLF001
         with self._residency.lock:
@@ -245,10 +257,10 @@ class WeightCopies:
     # --- checking -------------------------------------------------------------------------
 
     def require_unwritten(self, *, loads: bool = False) -> None:
-        """Rejects writes to copies; call it before a step, a save, a change of values, and the end.
+        """Rejects writes to copies; call it before a step, a save, a change of values, and the end of the run.
 
-        `loads`: a state dict is about to be loaded. User code may have changed the state dict before it loads it, so
-        writes to snapshots are accepted.
+        `loads`: user code is about to load a state dict. User code may have changed this state dict first, so writes to
+        snapshots are accepted.
 
         Raises:
             UsageError: code wrote to a copy; raised once for each write. Nothing was changed.
@@ -263,17 +275,17 @@ class WeightCopies:
             self._look(list(self._now), older=True)
 
     def forward_begins(self) -> None:
-        """Rejects writes to copies of the present values, before a forward that no backward recomputes."""
+        """Rejects writes to copies of the present values; does nothing in a forward that a backward recomputes."""
         if (self._now or self._stale) and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             self.require_followed()
             with self._residency.lock:
                 self._look(list(self._now))
 
     def _look(self, keys: Iterable[tuple[str, For]], *, older: bool = False, but: Place | None = None) -> None:
-        """Compares the copies of `keys`, and drops copies that user code has released or written to.
+        """Compares the copies of `keys` with their checksums; drops copies that user code has released or written to.
 
-        `older`: also compares copies of earlier values. `but` is the weight that is about to be read: copies of other
-        weights that user code still has are not compared, and unwritten copies of `but` are not dropped.
+        `older`: also compares copies of earlier values. `but` is the weight that is about to be read: its unwritten
+        copies are not dropped. Copies of other weights are not compared if user code still has these copies.
 
         Raises:
             UsageError: code wrote to a copy.
@@ -293,7 +305,7 @@ class WeightCopies:
             if is_written:
                 written.add(one.place.name)
                 from_forward |= key[1] == "inside"
-                # A view in a graph shares the parameter's `_version`, so the write has raised this version, too.
+                # A view in a graph shares the parameter's `_version`, so the write has also increased this version.
                 one.place.note_version()
                 self._older += [one] if is_held else []
         for one in self._older if older else ():
@@ -304,7 +316,7 @@ class WeightCopies:
         if written:
             raise UsageError(
                 f"{', '.join(sorted(written))} of an offloaded model was written to through .data, detach(), a view, "
-                f"numpy() or a state dict, which have copies of weights; the write is not in the model: {DOORS}"
+                f"numpy() or a state dict. These are only copies of weights, so the model did not change: {DOORS}"
                 f"{f' ({BEFORE_FORWARD})' if from_forward else ''}"
             )
 
@@ -316,7 +328,7 @@ class WeightCopies:
         """
         held = self._views_of(names)
         if held:
-            # Unreachable cycles keep views until they are collected.
+            # Unreachable objects may keep views until the garbage collector frees these objects.
             gc.collect()
             held = self._views_of(names)
         for _ in range(_LOOKS):
@@ -327,9 +339,9 @@ class WeightCopies:
             held = self._views_of(names)
         if held:
             raise UsageError(
-                f"{', '.join(sorted(held))} is about to change, and your code holds a view of it that would keep "
-                "the old values: .data, detach(), a slice, numpy(), or a graph that saved one. Release it "
-                "before step(), or take a snapshot: p.detach().clone()"
+                f"{', '.join(sorted(held))} is about to change, and your code holds a view of it, which would keep "
+                "the old values: .data, detach(), a slice, numpy(), or a graph that saved such a view. Delete the view "
+                "before step(), or keep a copy instead: p.detach().clone()"
             )
 
     def _views_of(self, names: Collection[str]) -> set[str]:
@@ -338,11 +350,12 @@ class WeightCopies:
         return {one.place.name for one in every if not one.is_snapshot and one.place.name in names and one.is_held}
 
     def require_followed(self) -> None:
-        """Rejects views of a weight that a module keeps from an earlier forward, after the weight has changed.
+        """Rejects a module's views of weights from an earlier forward, if these weights have changed since then.
 
-        In memory, such a view would follow the weight. Views that a module takes in each forward, and views of
-        autograd, are gone by the next forward. This method looks for views of each stale memory once, and only in
-        attributes of modules, since other users of the memory may be graphs.
+        In training without memascend, such a view would change together with the weight. The next forward replaces the
+        views that a module takes in each forward, and autograd deletes its own views before the next forward. For each
+        stale memory, this method searches for views once, and only in attributes of modules: other users of the memory
+        may be graphs.
 
         Raises:
             UsageError: a module has such a view.
@@ -360,9 +373,9 @@ class WeightCopies:
                 if found is not None:
                     self._stale.append(found)
                     raise UsageError(
-                        f"{where} is a view of {found.name_of(tensor)!r} that an earlier forward took, and the weight "
-                        "has changed since: in memory the view would follow it. Take it anew in each forward; or keep "
-                        "a copy, weight.detach().clone()"
+                        f"{where} is a view of {found.name_of(tensor)!r} that an earlier forward took. The weight "
+                        "has changed since then, but the view has the old values. Make the view again in each forward, "
+                        "or keep a copy instead: weight.detach().clone()"
                     )
 
     # --- commits and the end --------------------------------------------------------------
@@ -395,7 +408,8 @@ class WeightCopies:
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """Context manager that hides operations from dispatch modes.
 
-    A selective checkpoint counts operations, and the operations of a read depend on which units are cached.
+    A selective checkpoint is such a mode, and counts operations. It must not see the operations of a read, because they
+    depend on which units are cached.
     """
     is_any = torch._C._len_torch_dispatch_stack()  # noqa: SLF001
     return _disable_current_modes() if is_any else contextlib.nullcontext()
@@ -404,7 +418,7 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 class _StateDicts(threading.local):
     """Thread-local state."""
 
-    # This thread is in `state_dict()`: copies that detach() returns are snapshots, which no step changes.
+    # True while this thread is in `state_dict()`. Then detach() returns snapshots, which may outlive a commit.
     being_made = False
 
 
@@ -421,7 +435,7 @@ def checksum(values: torch.Tensor, place: Place) -> str:
 
 
 class WeakValues:
-    """A weak reference to a parameter's values in memory that user code keeps.
+    """A weak reference to memory with a parameter's values, which user code keeps.
 
     Attributes:
         seen: the checksum of the values when this object was made.

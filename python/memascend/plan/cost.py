@@ -1,4 +1,4 @@
-"""Estimates the seconds of a step on a machine, and the lifetime of a drive; only does arithmetic."""
+"""Estimates the seconds of a step on a machine, and the lifetime of a drive. Measures nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Network:
-    """The bytes that one rank receives from the other ranks in one forward and backward; each rank sends as many."""
+    """The bytes that one rank receives from the other ranks in one forward and backward.
 
-    forward: int  # values that are gathered for the forward
-    backward: int  # values that are gathered again; parameters outside of blocks stay gathered from the forward
-    gradients: int  # shards of gradients
-    # The most bytes of whole parameters and gradients in torch's memory: parameters outside of blocks, the values of
-    # two blocks, and the gradients of one block with the received shards.
+    Each rank also sends this number of bytes.
+    """
+
+    forward: int  # bytes of values that are gathered for the forward
+    # Bytes of values that are gathered again for the backward. Parameters outside of blocks stay gathered in between.
+    backward: int
+    gradients: int  # bytes of the received shards of gradients
+    # The largest number of bytes that gathered parameters and their gradients take in torch's memory: the sum of the
+    # parameters outside of blocks, the values of two blocks, the gradients of one block, and the received shards.
     gathered: int
 
     @property
@@ -41,12 +45,13 @@ class Drive:
 
     read: float  # while nothing is written
     write: float  # while nothing is read
-    # While reads and writes alternate, the bytes of both together; None: reads and writes keep their own speeds.
+    # The speed of reads and writes together while they alternate. None: reads have the speed `read`, and writes have
+    # the speed `write`.
     mixed: float | None = None
     processor_seconds: float = 0.0  # seconds of one processor to move a byte; 0: not measured
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Returns the seconds to read and write so many bytes."""
+        """Returns the seconds to read `read_bytes` and to write `written_bytes`."""
         if self.mixed is None or not read_bytes or not written_bytes:
             return read_bytes / self.read + written_bytes / self.write
         # The larger transfer continues alone when the smaller one is done.
@@ -57,44 +62,48 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of the model, in seconds of the device that computes."""
+    """The seconds of the model's computation, and the bytes of the model's checkpointed activations."""
 
     forward: float  # seconds of one forward
     backward: float  # seconds of one backward, with activation checkpointing
     backwards: int = 1  # the number of backwards in a step
-    # Each unit computes all micro-batches before the next unit, so a step reads values and writes gradients only once.
+    # True if each unit computes all micro-batches before the next unit begins. A step then reads values only once, and
+    # writes gradients only once.
     by_layer: bool = False
-    # Seconds of the network in a forward and in a backward; None: one rank has the whole model.
+    # The seconds that the network takes in a forward, and in a backward. None: one rank holds the whole model, so
+    # nothing is sent.
     exchanged: tuple[float, float] | None = None
-    # Bytes of checkpointed activations that leave a device in the forwards of a step and return in its backwards.
+    # Bytes of checkpointed activations that go from the device to the host in the forwards of a step. The same number
+    # of bytes returns in the backwards.
     carried: int = 0
-    # Bytes of checkpointed activations that the forwards of a step write to files and its backwards read.
+    # Bytes of checkpointed activations that the forwards of a step write to files, and that the backwards read.
     stored: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The work of the host's processors besides the model's computation, in seconds of one processor."""
+    """The speed of the host: the seconds that one processor takes for updates and checksums, and the link's speed."""
 
     update: float  # seconds for the arithmetic of all updates of a step
     check: float  # seconds for the checksum of one byte that is read or written
-    # True if the model computes on the same processors, all of them. Then work on one processor delays the model, whose
-    # threads wait for each other at the end of each operation.
+    # True if the model computes on all processors of the host. Other work on one processor then delays the whole model,
+    # because the model's threads wait for each other at the end of each operation.
     shared: bool
-    link: float | None = None  # bytes a second between host and device, each way; None: the host computes
-    ram_tier_threads: int = 1  # threads that update the RAM tier; a single thread updates streamed state
+    link: float | None = None  # bytes a second between host and device, in each direction; None: the host computes
+    # The number of threads that update the RAM tier. All other state is updated by a single thread.
+    ram_tier_threads: int = 1
 
 
-# Default seconds of one thread for AdamW on a parameter, and for the checksum of a byte. In training on a server
-# processor of 2023, both together took 1.9 ns a parameter.
+# The default seconds of one thread for the AdamW update of one element, and for the checksum of one byte. In training
+# on a server processor of 2023, update and checksums together took 1.9 ns for each element.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-# The default number of threads that share the update of the RAM tier. The update moves 26 bytes for a parameter; more
-# threads would wait for the memory of a desktop.
+# The default number of threads that update the RAM tier. The update moves 26 bytes for each parameter. More threads
+# would not help, because a desktop's memory would be too slow for them.
 _IN_RAM_THREADS = 4
 
 
 def assumed_host(link: float | None, *, shared: bool = False) -> Host:
-    """Returns a host with default speeds. `shared`: the model computes on the same processors."""
+    """Returns a host with default speeds. `shared` is True if the model computes on all processors of the host."""
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
@@ -106,15 +115,15 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step. Its parts run at the same time, so the longest part determines the seconds."""
+    """A phase of a step. The parts of a phase run at the same time, so the longest part determines the seconds."""
 
-    name: str  # the computation, and the update that runs at the same time, for example "backward and update"
-    parts: Mapping[str, float]  # seconds by kind: compute, PCIe, disk, update, network
-    tail: float = 0.0  # seconds without overlap: storage and update of the first unit, or of the last gradient
+    name: str  # what runs in the phase, for example "backward and update"
+    parts: Mapping[str, float]  # the seconds of each part: compute, PCIe, disk, update, network
+    tail: float = 0.0  # the seconds of reading, updating and writing one unit while nothing else can run
 
     @property
     def seconds(self) -> float:
-        """The larger of two times: the longest part; the tail plus the longest part other than disk and update."""
+        """The seconds of the longest part, or the tail plus the longest part other than disk and update, if larger."""
         before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
         return max(*self.parts.values(), before + self.tail)
 
@@ -125,15 +134,16 @@ class Phase:
 
 
 def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Phase]]:
-    """Returns the phases of one step, in order, for each way in which its updates may run.
+    """Returns the phases of one step, in order, for each way in which the step's updates may run.
 
-    A run takes the fastest way. Updates of the way "early" are valid only if no gradient is clipped or changed.
+    A run uses the fastest way. The way "early" is valid only if no gradient is clipped or changed.
     """
     if plan.gradients not in ("ssd", "ram"):
         return {"fused": _Step(plan, work, drive, host, "fused").fused()}
     if plan.spared is None:
         return {"at once": _Step(plan, work, drive, host, "at once").at_once()}
-    # Of equally fast ways `fastest` takes the first: "next forward" moves fewer bytes than "next backward".
+    # If two ways are equally fast, `fastest` chooses the first of them. So "next forward" is before "next backward",
+    # which moves more bytes.
     return {
         "next forward": _Step(plan, work, drive, host, "next forward").next_forward(),
         "next backward": _Step(plan, work, drive, host, "next backward").next_backward(),
@@ -142,29 +152,30 @@ def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Pha
 
 
 def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
-    """Returns the fastest way; "early" only if there is no other, since its updates are not valid for all gradients."""
+    """Returns the fastest way. Returns "early" only if there is no other way, since it is invalid with clipping."""
     return min(found, key=lambda way: (way == "early", seconds(found[way])))
 
 
 class _Step:
-    """The phases of a step; one method for each way in which the updates may run."""
+    """Computes the phases of a step, with one method for each way in which the updates may run."""
 
     def __init__(self, plan: Plan, work: Work, drive: Drive, host: Host, way: Way) -> None:
         self._plan, self._work, self._drive, self._host = plan, work, drive, host
         self._into, self._back, self._out = through_link(plan)
         traffic = Traffic(plan.read_bytes, plan.written_bytes, plan.ram_tier_part, plan.spared)
         moved = traffic.by(way, evicted=plan.window < RESIDENT_WINDOW)
-        # Bytes of values that a micro-batch reads, in its forward and in its backward; `_first` is for the micro-batch
-        # that computes while updates run.
+        # Bytes of values that a micro-batch reads, in its forward and in its backward. `_first` is for the micro-batch
+        # that computes while updates run, and `_values` is for each other micro-batch.
         self._values = plan.read_bytes.get("values, forward", 0), plan.read_bytes.get("values, backward", 0)
         self._first = moved.read.get("values, forward", 0), moved.read.get("values, backward", 0)
-        # `_spilled`: bytes of gradients that a backward spills. `_again`: bytes that the forward of "next backward"
-        # reads for the last step's updates. `_read`, `_written`: all other bytes that the updates read and write.
+        # `_spilled`: bytes of gradients that a backward writes to storage. `_again`: bytes that the forward reads to
+        # compute updated values, if the updates run in the "next backward". `_read`, `_written`: all other bytes that
+        # the updates read and write.
         self._spilled = moved.written.get("gradients", 0)
         self._again = moved.read.get(LAST_UPDATE, 0)
         self._read = sum(moved.read.values()) - sum(self._first) - self._again
         self._written = sum(moved.written.values()) - self._spilled
-        # Seconds of streamed updates. The RAM tier is updated in step(), whatever the way.
+        # The seconds of updates outside the RAM tier. step() updates the RAM tier, whatever the way.
         self._update = host.update * (1 - plan.ram_tier_part)
         late = 0
         if plan.ram_tier_part and plan.spared is not None:
@@ -172,7 +183,8 @@ class _Step:
         elif plan.ram_tier_part and not moved.written.get("log", 0):
             late = int(self._written * plan.ram_tier_part)
         self._written -= late
-        # step() writes the `late` bytes: before the commit as the gradient log, or after it as records of the RAM tier.
+        # step() writes the `late` bytes. With a gradient log, these bytes are gradients for the log, and are written
+        # before the commit. Without a log, these bytes are records of the RAM tier, and are written after the commit.
         self._log, self._through = (late, 0) if moved.written.get("log", 0) else (0, late)
 
     def fused(self) -> list[Phase]:
@@ -188,7 +200,7 @@ class _Step:
         return [self._forward("forward"), self._kept_backward("backward"), update, *self._at_step()]
 
     def next_forward(self) -> list[Phase]:
-        """Returns the phases if the first fetch of a unit in the next step makes the unit's updates."""
+        """Returns the phases if each unit's updates run in the next step, when the forward first fetches the unit."""
         first, others = self._divided
         name = "forward and last step's update" if not others else "first forward and last step's update"
         disk = self._first[0] + self._read, self._written
@@ -198,7 +210,10 @@ class _Step:
         return [*parts, self._kept_backward("backwards" if others else "backward"), *self._at_step()]
 
     def next_backward(self) -> list[Phase]:
-        """Returns the phases if the next step computes updated values in its forward, and updates in its backward."""
+        """Returns the phases if the updates run in the next step's backward.
+
+        The next step's forward only computes the updated values.
+        """
         first, others = self._divided
         which = "first " if others else ""
         disk = self._first[0] + self._again, 0
@@ -212,7 +227,7 @@ class _Step:
         return [*parts, *self._at_step()]
 
     def early(self) -> list[Phase]:
-        """Returns the phases if each update runs once its gradient is complete; the gradient is stored, too."""
+        """Returns the phases if each update runs as soon as its gradient is complete. Gradients are also stored."""
         last, others = self._divided
         parts = [self._forward("forward")]
         if others:
@@ -224,7 +239,7 @@ class _Step:
 
     @property
     def _rounds(self) -> int:
-        """How often the micro-batches of a step read each unit."""
+        """How many times the micro-batches of a step read the units: once if each unit computes all micro-batches."""
         return 1 if self._work.by_layer else self._work.backwards
 
     @property
@@ -234,9 +249,11 @@ class _Step:
         return self._work.backwards - others, others
 
     def _kept_backward(self, name: str, *, added: int | None = None, count: int | None = None) -> Phase:
-        """Returns the phase of the backwards of `count` micro-batches, which spill gradients; None: all micro-batches.
+        """Returns the phase of backwards that write gradients to storage.
 
-        `added` of these backwards read spilled gradients and add to them; None: all backwards but the first.
+        `count` is the number of these backwards. If `count` is None, the phase has all backwards of a step. `added` is
+        the number of backwards that read stored gradients and add to them. If `added` is None, all backwards except the
+        first do this.
         """
         rounds = self._rounds if count is None else count
         added = rounds - 1 if added is None else added
@@ -246,9 +263,10 @@ class _Step:
     def _forward(
         self, name: str, disk: tuple[int, int] | None = None, *, update: float = 0.0, count: int | None = None
     ) -> Phase:
-        """Returns the phase of the forwards of `count` micro-batches; None: all micro-batches.
+        """Returns the phase of the forwards of `count` micro-batches, or of all micro-batches if `count` is None.
 
-        `disk` has the bytes that these forwards read and write, without activations; None: they read values only.
+        `disk` has the bytes that these forwards read and write, without activations. If `disk` is None, the forwards
+        only read values.
         """
         work, rounds = self._work, self._rounds if count is None else min(count, self._rounds)
         count = work.backwards if count is None else count
@@ -259,7 +277,7 @@ class _Step:
         return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
 
     def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
-        """Returns the phase of the backwards of `count` micro-batches; None: all micro-batches.
+        """Returns the phase of the backwards of `count` micro-batches, or of all micro-batches if `count` is None.
 
         `disk` has the bytes that these backwards read and write, without activations.
         """
@@ -271,16 +289,16 @@ class _Step:
         return phase if work.exchanged is None else _beside(phase, work.exchanged[1] * rounds)
 
     def _first_update(self, phase: Phase) -> Phase:
-        """Returns the phase with a tail: the first unit waits for its own update before it computes."""
+        """Returns the phase with a tail: the first unit can compute only after its own update."""
         return self._apart(phase, self._drive.seconds((self._again or self._read) * self._first_part, 0))
 
     def _last_update(self, phase: Phase) -> Phase:
-        """Returns the phase with a tail: a backward computes the first unit last, so nothing overlaps its update."""
+        """Returns the phase with a tail: a backward ends with the first unit, so this unit's update runs alone."""
         part = self._first_part
         return self._apart(phase, self._drive.seconds(self._read * part, self._written * part))
 
     def _apart(self, phase: Phase, disk: float) -> Phase:
-        """Returns the phase with a tail for the update of the first unit, which takes `disk` seconds of storage."""
+        """Returns the phase with a tail for the first unit's update. `disk`: the update's seconds of storage."""
         update = self._update * self._first_part
         if self._host.shared:
             phase = replace(phase, parts={**phase.parts, "compute": phase.parts["compute"] - update})
@@ -288,18 +306,18 @@ class _Step:
 
     @property
     def _first_part(self) -> float:
-        """The first unit's share, from 0 to 1, in all streamed updates."""
+        """The first unit's share, from 0 to 1, of all updates outside the RAM tier."""
         kept = set(self._plan.ram_tier if self._plan.ram_tier_part else ())
         streams = [0.0 if kept.issuperset(unit.parameters) else _trained(unit) for unit in self._plan.units]
         return streams[0] / sum(streams) if any(streams) else 0.0
 
     def _at_step(self) -> list[Phase]:
-        """Returns the phases of step(): the gradient log, and after the commit the update of the RAM tier."""
+        """Returns the phases of step(): writing the gradient log, then (after the commit) updating the RAM tier."""
         plan, host = self._plan, self._host
         if not plan.ram_tier_part:
             return []
         log = self._phase("gradient log", 0.0, (0, 0), (0, self._log))
-        # Values in the RAM tier are verified before the update, and get new checksums after it.
+        # Values in the RAM tier are verified before their update, and get new checksums after the update.
         checked = 2 * plan.ram_tier_part * sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * host.check
         parts = {"update": (host.update - self._update + checked) / host.ram_tier_threads}
         if self._through:
@@ -309,12 +327,12 @@ class _Step:
     def _phase(
         self, name: str, compute: float, link: tuple[int, int], disk: tuple[int, int], update: float = 0.0
     ) -> Phase:
-        """Returns a phase that moves `link` bytes to and from the device, and reads and writes `disk` bytes."""
+        """Returns a phase. `link`: bytes to the device, bytes from the device. `disk`: bytes read, bytes written."""
         host, drive = self._host, self._drive
         busy = update + sum(disk) * (host.check + drive.processor_seconds)
         parts = {"disk": drive.seconds(*disk)}
         if host.shared:
-            # Update and model share the processors, and the model's threads wait for each other: the times add up.
+            # The update and the model use the same processors, so their times add up.
             parts["compute"] = compute + busy
         else:
             parts |= {"compute": compute, "update": busy}
@@ -334,7 +352,11 @@ def _beside(phase: Phase, network: float) -> Phase:
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:
-    """Returns the bytes of values to the device in a forward, of values to it in a backward, of gradients from it."""
+    """Returns three numbers of bytes over the link between host and device.
+
+    The numbers are for values to the device in a forward, values to the device in a backward, gradients from the
+    device.
+    """
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)
     back = sum(unit.nbytes for unit in moving if unit.name not in plan.resident)
@@ -347,19 +369,19 @@ def seconds(parts: Sequence[Phase]) -> float:
 
 
 def update_seconds(plan: Plan, a_parameter: float) -> float:
-    """Returns the seconds of one processor for all updates of a step; `a_parameter` is the seconds of one element."""
+    """Returns the seconds of one processor for all updates of a step, if one element takes `a_parameter` seconds."""
     return sum(map(_trained, plan.units)) * a_parameter
 
 
 def drive_days(written: int, step_seconds: float, endurance: float) -> float | None:
-    """Returns the days of training until `endurance` bytes are written; None if a step writes nothing."""
+    """Returns the days of training after which `endurance` bytes are written; None if a step writes nothing."""
     if not written or not step_seconds:
         return None
     return endurance / written * step_seconds / _DAY_SECONDS
 
 
 def moves(plan: Plan) -> str:
-    """Returns a line for the log: the RAM tier, and the bytes of a step with this budget and with larger ones."""
+    """Returns a line for the log about the bytes that a step moves, with this budget and with larger budgets."""
     moved = f"a step moves {bytes_shown(plan.moved_bytes)}"
     if plan.ram_tier:
         moved = (

@@ -1,4 +1,4 @@
-"""Decides the layout and the plan of a run from facts about a model and its optimizer; needs no torch."""
+"""Decides the store's layout and the memory plan of a run, from facts about the model and optimizer. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,33 +27,38 @@ if TYPE_CHECKING:
     from memascend.storage import Record
 
 
-# Host chunks, {bytes: count}, through which units go from storage to a device. With chunks of this size, a Python
-# thread keeps up with several drives.
+# Chunks of host memory, {bytes: count}, through which units go from storage to a device. With chunks of this size, one
+# Python thread is as fast as several drives.
 UNIT_CHUNKS = {4 << 20: 4}
-# Host windows, {bytes: count}, through which gradients come from a device: the engine reads one while the other is
-# filled. Each window costs a call of Python: with 7 B parameters, a step has 14 GB of gradients, so 3,400 windows of
-# this size, or 13,600 of 1 MiB. A larger window would delay the first chunk of each gradient.
+# Windows of host memory, {bytes: count}, through which gradients come from a device. The engine reads one window while
+# the other window is filled. Each filled window needs a call of Python. A model with 7 B parameters has 14 GB of
+# gradients in a step, and so 3,400 calls, or 13,600 calls with windows of 1 MiB. A larger window would delay the first
+# chunk of each gradient.
 GRADIENT_WINDOWS = {4 << 20: 2}
-# Chunks, {bytes: count}, of checkpointed activations. A chunk is one request to a drive, and this many chunks keep it
-# busy (docs/measurements.md).
+# Chunks, {bytes: count}, through which checkpointed activations go to storage. Each chunk is one request to a drive.
+# Eight chunks keep the drive busy (docs/measurements.md).
 ACTIVATION_CHUNKS = {1 << 20: 8}
-# activations="host" takes further chunks in groups of this size. Without a budget it may take this many groups: 1 GiB.
+# activations="host" allocates further chunks in groups of 64. Without a given budget it allocates at most 16 groups,
+# which are 1 GiB.
 ACTIVATION_GROUP, ACTIVATION_GROUPS = 64, 16
 
 
 def file_of(path: str) -> Path:
-    """Returns the path of the store's file: inside `path` if that is a folder or ends in "/", else `path` itself."""
+    """Returns the path of the store's file: a file inside `path` if `path` is a folder or ends in "/", else `path`."""
     place = Path(path)
     return place / "memascend.store" if path.endswith("/") or place.is_dir() else place
 
 
 def nearest(place: Path) -> Path:
-    """Returns `place` if it exists, else its nearest parent that does."""
+    """Returns `place` if it exists, else the nearest parent folder that exists."""
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
 
 def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
-    """Returns the free bytes on storage beside a store of `total_bytes`, which may exist already; None if unknown."""
+    """Returns the bytes of storage that remain free beside a store of `total_bytes`; None if unknown.
+
+    The files of the store may exist already.
+    """
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
         systems = [nearest(place).stat().st_dev for place in places]
@@ -63,9 +68,9 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 with place.open("rb") as device:
                     rooms.append(device.seek(0, os.SEEK_END))
                 continue
-            # Several shards on one file system share its free space.
+            # Several files of the store on one file system share its free space.
             free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            # The bytes of an existing file of the store count as free: a new store replaces that file.
+            # The bytes of an existing file of the store count as free, since the new store replaces this file.
             there = (file.stat().st_size for file in (place, pending_file(place)) if file.is_file())
             rooms.append(free + next(there, 0))
     except OSError:
@@ -83,17 +88,17 @@ def folders_of(options: Options) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about model, optimizer and options on which a plan depends."""
+    """The facts about the model, the optimizer and the options on which a plan depends."""
 
     options: Options
     units: tuple[Unit, ...]
     records: list[Record]  # the records of the store
-    optimizer: str  # the name of the optimizer's class, or of several classes
+    optimizer: str  # the name of the optimizer's class; several names if there are several optimizers
     gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
-    replayed: frozenset[str]  # the trained parameters whose updates can be replayed from their gradients
+    replayed: frozenset[str]  # the trained parameters whose updates can be replayed from logged gradients
     durability: Literal["step", "none"]
-    staged: bool  # a device computes: units reach it through chunks of host memory
-    unplaced: bool = False  # the path of the store, and so its free space, is not known yet
+    staged: bool  # True if a device computes; units then reach the device through chunks of host memory
+    unplaced: bool = False  # True if the store has no path yet, so that the free space is unknown
     streamed: Collection[str] = field(default_factory=frozenset)  # trained parameters that are never kept in RAM
     # `Requirements` describes the following fields.
     whole_bytes: int = 0
@@ -113,7 +118,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class TorchBytes:
-    """The bytes that the same training takes without offloading, apart from activations."""
+    """The bytes of memory that the same training takes without offloading; activations are not included."""
 
     values: int
     state: int
@@ -121,12 +126,13 @@ class TorchBytes:
 
     @classmethod
     def of(cls, decision: Decision) -> TorchBytes:
-        """Computes the bytes from the records of a decided run."""
+        """Computes the bytes from the records in `decision`."""
         own = [record for record in decision.records if not record.buffer]
-        # `spill` is set in the records of trained parameters.
+        # Only records of trained parameters have the attribute `spill`.
         gradients = sum(record.values.nbytes for record in own if record.spill is not None)
         state = sum(
-            # "rest" is half of a compact master; torch would store all 4 bytes of the master.
+            # The state "rest" is the low half of an fp32 master weight. torch would keep all 4 bytes of the master
+            # weight.
             tensor.numel() * (4 if name == "rest" else tensor.element_size())
             for record in decision.records
             for name, tensor in record.state.items()
@@ -135,7 +141,7 @@ class TorchBytes:
 
     @property
     def total(self) -> int:
-        """The sum of values, state and gradients, which all exist at the end of a backward."""
+        """The bytes of values, state and gradients together. All of them exist at the end of a backward."""
         return self.values + self.state + self.gradients
 
 
@@ -143,29 +149,30 @@ def decided(facts: Facts) -> Decision:
     """Computes the sizes of the store and the memory plan of a run.
 
     Raises:
-        ConfigError: an option does not fit the storage, or a unit has no elements.
-        BudgetError: a budget is too small.
+        ConfigError: an option is impossible on this storage, or a unit has no elements.
+        BudgetError: `host_memory` or `device_memory` is too small.
     """
     options, records = facts.options, facts.records
     moves = options.moves_activations(staged=facts.staged)
     if moves and options.paths and not folders_of(options):
         raise ConfigError(
-            f"the storage is a raw device: give offload(scratch=) a folder for activations={options.activations!r}"
+            f"activations={options.activations!r} needs files, but the storage is a raw device: pass a folder as "
+            "offload(scratch=)"
         )
     sizes = engines.sizes(records, optimizer=facts.optimizer, devices=max(1, len(options.paths or ())))
     empty = next((unit for unit in facts.units if sizes.unit_bytes[unit.name] == 0), None)
     if empty is not None:
         raise ConfigError(
-            f"{', '.join(empty.parameters)} has no elements, and is a unit alone: leave it out of the model, or put it "
-            "into a module that has other parameters"
+            f"{', '.join(empty.parameters)} has no elements, and its module has no other parameters: remove this "
+            "parameter from the model, or move it into a module that has other parameters"
         )
     plan = _planned(facts, _requirements(facts, sizes))
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
-        # Without `log_steps=` the log is as long as the space allows.
-        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (log_steps=0 goes without)"
+        # This is an error only with `log_steps=`. Without `log_steps=`, the log is as long as the free space allows.
+        fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (pass log_steps=0)"
         raise ConfigError(
-            f"there is no disk space beside the store for a gradient log of {options.log_steps} steps: {fits}; free "
-            "disk space, or leave log_steps out"
+            f"the disk has too little free space for a gradient log of {options.log_steps} steps: {fits}; free disk "
+            "space, pass a smaller log_steps, or remove log_steps"
         )
     return Decision(records=records, sizes=sizes, plan=plan)
 
@@ -210,7 +217,7 @@ def _log(facts: Facts, sizes: engines.Sizes) -> Log | None:
     if facts.durability == "none":
         return None
     nbytes = engines.log_bytes(facts.records)
-    # Only the store uses a raw device; on a file system the log shares the free space with other files.
+    # On a raw device, the log may use all free space. On a file system, the log shares the free space with other files.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
     room = None if facts.unplaced else room_beside(options.paths, sizes.total_bytes)
     return Log(facts.replayed, nbytes, options.log_steps, room, shares=shares)

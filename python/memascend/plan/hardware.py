@@ -1,4 +1,4 @@
-"""Lists the specifications of GPUs and drives; finds this machine's GPU; measures its processor's matrix products."""
+"""Lists specifications of GPUs and drives, finds this machine's GPU, and measures matrix products on its processor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from memascend.plan.cost import Drive
 
 _GB, _GIB, _TB = 10**9, 1 << 30, 10**12
-# The part of a GPU's dense 16-bit peak, or of a processor's speed in one matrix product, that training of large blocks
-# reaches. Large products alone reach 0.7 and more of a GPU's peak, but memory limits the operations between them.
+# The part of the peak speed that training reaches. The peak of a GPU is its dense 16-bit peak. The peak of a processor
+# is its speed in one matrix product. Large products reach 0.7 or more of a GPU's peak, but the operations between
+# products are limited by memory.
 REACHED = 0.5
-# Bytes of a card's memory that CUDA, its libraries and the allocator's gaps take.
+# Bytes of a GPU's memory that CUDA, CUDA's libraries and the gaps of torch's allocator take.
 _CONTEXT = 1 << 30
-# Assumed bytes a second of 16 lanes in one direction; the specification allows 15.8, 31.5 and 63 GB/s.
+# Assumed bytes a second over 16 lanes of PCIe 3, 4 and 5, in one direction. The specifications allow 15.8, 31.5 and 63
+# GB/s.
 _PCIE_3, _PCIE_4, _PCIE_5 = 12e9, 25e9, 50e9
 
 
@@ -26,30 +28,31 @@ class Gpu:
     name: str
     tflops: float  # peak, in 10**12 operations a second
     nbytes: int  # bytes of memory
-    link: float  # bytes a second between host and GPU, each way
-    bf16: bool = True  # whether bf16 reaches the peak, too; else only fp16
+    link: float  # bytes a second between host and GPU, in each direction
+    bf16: bool = True  # False if only fp16 reaches the peak, because the GPU has no units for bf16
 
     @property
     def usable(self) -> int:
-        """Bytes of memory for tensors."""
+        """Bytes of memory that are free for tensors."""
         return max(0, self.nbytes - _CONTEXT)
 
     @property
     def flops(self) -> float:
-        """Operations a second that training reaches."""
+        """The operations a second that training is assumed to reach."""
         return self.tflops * _TB * REACHED
 
 
-# Each peak is for dense bf16 products with sums in fp32: half of the data sheet's number with sparsity. On GeForce
-# cards since Ampere this peak is twice that of fp32 (cores x 2 x boost clock).
+# Each peak is for dense bf16 products with sums in fp32. Data sheets often give the peak with sparsity, which is twice
+# as high. On GeForce cards since Ampere, the peak here is twice the fp32 peak (cores x 2 x boost clock).
 _CARDS = (
-    # NVIDIA T4, V100 and Turing GPU Architecture: data sheets and whitepaper. Peaks are of fp16: no units for bf16.
-    Gpu("T4", 65, 15 * _GIB, _PCIE_3, bf16=False),  # 16 GiB, of which error correction takes one
+    # Sources: data sheets of T4 and V100, whitepaper "NVIDIA Turing GPU Architecture". These cards have no units for
+    # bf16, so the peaks are of fp16.
+    Gpu("T4", 65, 15 * _GIB, _PCIE_3, bf16=False),  # error correction takes 1 of the 16 GiB
     Gpu("V100 16 GB", 125, 16 * _GIB, _PCIE_3, bf16=False),
     Gpu("V100 32 GB", 125, 32 * _GIB, _PCIE_3, bf16=False),
     Gpu("RTX 2080 Ti", 53.8, 11 * _GIB, _PCIE_3, bf16=False),
-    # NVIDIA Ampere GA102 GPU Architecture, whitepaper V2. Peaks of cards missing there are computed from cores and
-    # clocks.
+    # Source: whitepaper "NVIDIA Ampere GA102 GPU Architecture", V2. If a card is not in it, the peak is computed from
+    # cores and clock.
     Gpu("RTX 3060", 25.5, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3060 Ti", 32.4, 8 * _GIB, _PCIE_4),
     Gpu("RTX 3070", 40.6, 8 * _GIB, _PCIE_4),
@@ -58,8 +61,8 @@ _CARDS = (
     Gpu("RTX 3080 Ti", 68.2, 12 * _GIB, _PCIE_4),
     Gpu("RTX 3090", 71, 24 * _GIB, _PCIE_4),
     Gpu("RTX 3090 Ti", 80, 24 * _GIB, _PCIE_4),
-    # NVIDIA Ada GPU Architecture, whitepaper V2. Peaks of cards missing there are computed from cores and clocks. The
-    # smaller cards have 8 lanes.
+    # Source: whitepaper "NVIDIA Ada GPU Architecture", V2. If a card is not in it, the peak is computed from cores and
+    # clock. The cards with `_PCIE_4 / 2` have 8 lanes of PCIe.
     Gpu("RTX 4060", 30.2, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 8 GB", 44.1, 8 * _GIB, _PCIE_4 / 2),
     Gpu("RTX 4060 Ti 16 GB", 44.1, 16 * _GIB, _PCIE_4 / 2),
@@ -70,8 +73,8 @@ _CARDS = (
     Gpu("RTX 4080", 97.5, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4080 Super", 104.4, 16 * _GIB, _PCIE_4),
     Gpu("RTX 4090", 165, 24 * _GIB, _PCIE_4),
-    # NVIDIA RTX Blackwell GPU Architecture, whitepaper V1. Peaks of cards missing there are computed from cores and
-    # clocks.
+    # Source: whitepaper "NVIDIA RTX Blackwell GPU Architecture", V1. If a card is not in it, the peak is computed from
+    # cores and clock.
     Gpu("RTX 5060", 38.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 8 GB", 47.4, 8 * _GIB, _PCIE_5 / 2),
     Gpu("RTX 5060 Ti 16 GB", 47.4, 16 * _GIB, _PCIE_5 / 2),
@@ -79,7 +82,7 @@ _CARDS = (
     Gpu("RTX 5070 Ti", 87.9, 16 * _GIB, _PCIE_5),
     Gpu("RTX 5080", 112.6, 16 * _GIB, _PCIE_5),
     Gpu("RTX 5090", 209, 32 * _GIB, _PCIE_5),
-    # NVIDIA RTX A4000, A5000, A6000, 6000 Ada and Pro 6000 Blackwell, L4, L40, L40S: data sheets
+    # Sources: data sheets of NVIDIA RTX A4000, A5000, A6000, 6000 Ada and Pro 6000 Blackwell, L4, L40 and L40S.
     Gpu("RTX A4000", 76.7, 16 * _GIB, _PCIE_4),
     Gpu("RTX A5000", 111.1, 24 * _GIB, _PCIE_4),
     Gpu("RTX A6000", 154.8, 48 * _GIB, _PCIE_4),
@@ -88,7 +91,7 @@ _CARDS = (
     Gpu("L4", 121, 24 * _GIB, _PCIE_4),
     Gpu("L40", 181, 48 * _GIB, _PCIE_4),
     Gpu("L40S", 362, 48 * _GIB, _PCIE_4),
-    # NVIDIA A10, A10G, A40, A100, H100, H200 and HGX B200: data sheets
+    # Sources: data sheets of NVIDIA A10, A10G, A40, A100, H100, H200 and HGX B200.
     Gpu("A10", 125, 24 * _GIB, _PCIE_4),
     Gpu("A10G", 70, 24 * _GIB, _PCIE_4),
     Gpu("A40", 149.7, 48 * _GIB, _PCIE_4),
@@ -98,7 +101,7 @@ _CARDS = (
     Gpu("H100 PCIe", 756, 80 * _GIB, _PCIE_5),
     Gpu("H200", 989, 141 * _GB, _PCIE_5),
     Gpu("B200", 2250, 180 * _GB, _PCIE_5),
-    # AMD Instinct MI210, MI300X and MI325X: data sheets
+    # Sources: data sheets of AMD Instinct MI210, MI300X and MI325X.
     Gpu("MI210", 181, 64 * _GB, _PCIE_4),
     Gpu("MI300X", 1307, 192 * _GB, _PCIE_5),
     Gpu("MI325X", 1307, 256 * _GB, _PCIE_5),
@@ -106,21 +109,23 @@ _CARDS = (
 
 
 def short_name(name: str) -> str:
-    """Returns the key of a GPU's name in `CARDS`: "4060ti16" for "RTX 4060 Ti 16 GB"."""
+    """Returns the key in `CARDS` for a GPU's name: "4060ti16" for "RTX 4060 Ti 16 GB"."""
     plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|rtx|\s|-)*", "", name.lower())
     return re.sub(r"[\s_-]+|gi?b$", "", plain)
 
 
-# The GPUs by `short_name`.
+# The GPUs by their short names.
 CARDS = {short_name(card.name): card for card in _CARDS}
-# Short name without a size of memory or a plug -> the key of the assumed card. Drivers give some 8 and 16 GB cards the
-# same name: the smaller one is assumed, so that `plan` promises its owner nothing that does not fit.
+# For each short name that several cards share, the key in `CARDS` of the card that is assumed. Drivers report the same
+# name for the 8 GB and the 16 GB version of some cards. For these names, the 8 GB card is assumed, so that a run that
+# `plan` accepts fits both cards.
 USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a10080", "h100": "h100sxm"}
-# Terabytes written that consumer drives are warranted for, per terabyte of size; server drives: 2 to 10 times as much.
+# The terabytes that the warranty of a consumer drive allows to write, for each terabyte of the drive's size. Warranties
+# of server drives allow 2 to 10 times this number.
 ENDURANCE_PER_TB = 600
-# Sustained speeds of good drives, by generation of PCIe (four lanes: at most 3.9, 7.9 and 15.8 GB/s). These speeds are
-# somewhat below the sequential speeds in data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron
-# 7450 PRO (6.8 and 5.3), Micron 9550 PRO (14 and 10). Many desktop drives write 1 to 2 GB/s once their cache is full.
+# Sustained speeds of good drives, by generation of PCIe. They are a little lower than the sequential read and write
+# speeds in the data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3 GB/s),
+# Micron 9550 PRO (14 and 10 GB/s). Many desktop drives write only 1 to 2 GB/s once their cache is full.
 DRIVES = {
     "gen3": Drive(read=3e9, write=2e9),
     "gen4": Drive(read=5e9, write=4e9),
@@ -128,17 +133,19 @@ DRIVES = {
 }
 
 
-# The drive that `plan` assumes if none is named or measured.
+# The drive that `memascend plan` assumes if the user names neither a drive, nor a path whose drive can be measured.
 ASSUMED_DRIVE = "gen4"
 
-# Suffixes that drivers add to a card's name: plug, memory, edition. "Laptop" is missing, since that is another card.
+# Matches suffixes that drivers add to a card's name: plug, memory, edition. Does not match "laptop", because a laptop
+# card is a different card even if its number is the same.
 _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
 
 
 def gpu_here() -> Gpu | None:
-    """Returns the specification of this machine's GPU, by the name that its driver reports.
+    """Returns the specification of this machine's GPU, found by the name that the GPU's driver reports.
 
-    Returns None if there is no GPU, or if its name is unknown. Imports torch, which takes seconds, only with a GPU.
+    Returns None if the machine has no GPU, or if the name is unknown. Imports torch, which takes seconds, only if the
+    machine has a GPU.
     """
     if not has_device_file():
         return None
@@ -153,26 +160,31 @@ def gpu_here() -> Gpu | None:
 
 
 def has_device_file() -> bool:
-    """True if the system has a device file of a GPU; its driver may be missing."""
+    """True if the system has a device file of a GPU. The GPU's driver may still be missing."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
-# `product_flops` multiplies matrices of this side, which is typical of a block, for this many seconds.
+# `product_flops` multiplies square matrices of `_SIDE` rows for `_SECONDS` seconds. The products of a typical
+# transformer block have about this size.
 _SIDE, _SECONDS = 1024, 0.3
 
 
 def product_flops(dtype: str) -> float:
-    """Measures the operations a second of this processor in a matrix product of `dtype`, on all threads of torch."""
+    """Measures how many operations a second this processor reaches in a matrix product with all threads of torch.
+
+    `dtype` is the dtype of the matrices.
+    """
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
 
-    # linear() multiplies as layers do. For some dtypes a product without the transposition is many times slower.
+    # linear() multiplies in the same way as the layers of a model. For some dtypes, other products are many times
+    # slower.
     product = torch.nn.functional.linear
     # A separate generator leaves the program's random numbers unchanged.
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.rand(_SIDE, _SIDE, generator=generator).to(kind) for _ in range(2))
-    # The first product loads libraries and maps memory, so it is not measured.
+    # The first product also loads libraries and maps memory, so the time of the first product is not measured.
     product(first, second)
     shortest, began = float("inf"), time.perf_counter()
     while shortest == float("inf") or time.perf_counter() - began < _SECONDS:

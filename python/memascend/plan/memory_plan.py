@@ -1,9 +1,9 @@
 """Plans the memory of a run within a budget: units in memory, sizes of slots, the RAM tier, bytes that a step moves.
 
 [Note: order of the budget] A budget pays for the working minimum first: slots for one unit at a time, two chunks for
-updates, the largest gradient. More budget pays, in this order, for two more chunks, slots for a second unit, a longer
-queue of gradients, more chunks, the next whole parameter, activations, the RAM tier, and at last more slots. On a
-device, slots and gradients have a budget of their own.
+updates, the largest gradient. A larger budget pays, in this order, for two more chunks, slots for a second unit, a
+longer queue of gradients, more chunks, memory for reading the next whole parameter, chunks for activations, the RAM
+tier, and last for more slots. If a device computes, its slots and gradients have a separate budget of device memory.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns the cheapest classes ({bytes: count}) of an arena in which each of `windows` fits, one after another.
+    """Returns the slots, {bytes: count}, of the smallest arena into which each of `windows` fits, one after another.
 
-    A window is the sizes in bytes of leases that must be in memory at once. Similar sizes that are never in one window
-    (an embedding and an LM head, say) may share slots of the larger size; the choice minimizes the whole arena. An
-    arena never leases a larger class than needed, so the leases of a window fit in any order.
+    A window lists the sizes, in bytes, of leases that must be in memory at the same time. Two sizes that never occur in
+    one window, for example the sizes of an embedding and of an LM head, may share slots of the larger size. A lease
+    gets a slot of the smallest class that is large enough, so the leases of a window fit in any order.
     """
-    # Windows are compared without their order: a model of a hundred equal blocks has only a few different windows.
+    # Equal windows are merged. A model of a hundred equal blocks has only a few different windows.
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
         raise ConfigError(f"host_memory= must be at least 1 byte, not {sizes[0]}")
-    # best[count]: the bytes for the `count` smallest sizes; how many of these sizes are in classes below the largest
-    # class; the slots of the largest class.
+    # best[count] is the cheapest choice of classes for the `count` smallest sizes. It has three numbers: the bytes of
+    # all slots, the number of sizes that use a smaller class than the largest class, and the number of slots of the
+    # largest class.
     best = [(0, 0, 0)]
     for count in range(1, len(sizes) + 1):
         bound = sizes[count - 1]
@@ -72,9 +73,9 @@ def arena_bytes(classes: Mapping[int, int]) -> int:
     return memory.layout(classes).reserved + tables
 
 
-# The default length of the gradient log: each record is written whole once in this many steps. A record has 12 bytes
-# for each parameter, so a step writes 3/4 byte of them. Twice the length would save 3/8 byte, and double the log's
-# space and the time of its replay.
+# The default number of steps in the gradient log. Each record is written whole once in this number of steps. A record
+# has 12 bytes for each parameter, so a step writes 12/16 = 3/4 byte of records for each parameter. A log of 32 steps
+# would save 3/8 byte of this, but would need twice the space and twice the time for a replay.
 _STEPS = 16
 # Without `log_steps=`, a log takes at most 1/2 of the free space.
 _SHARE = 2
@@ -82,21 +83,21 @@ _SHARE = 2
 
 @dataclass(frozen=True, eq=False)
 class Log:
-    """The options of a gradient log."""
+    """The facts from which the length of the gradient log is planned."""
 
-    names: Collection[str]  # the records whose updates can be replayed
-    # Returns the bytes of a log of these records with so many steps, at least 1.
+    names: Collection[str]  # the names of the records whose updates can be replayed
+    # A function of the names of records and a number of steps, at least 1. It returns the bytes of the log.
     nbytes: Callable[[Sequence[str], int], int]
-    asked: int | None = None  # the steps that the user asked for; None: the default
-    room: int | None = None  # free bytes for the log; None: unknown
+    asked: int | None = None  # the value of `log_steps=`; None: the default number of steps
+    room: int | None = None  # free bytes on storage for the log; None: unknown
     shares: bool = True  # True if other files share the free space
 
     def wanted(self, names: Sequence[str]) -> int:
-        """Returns how many steps of these records the log would keep with enough space."""
+        """Returns the number of steps that a log of the records `names` would have with enough free space."""
         return (_STEPS if self.asked is None else self.asked) if names else 0
 
     def plan(self, names: Sequence[str]) -> tuple[int, int]:
-        """Returns how many steps of these records the log keeps, and its bytes; zeros if not even one step fits."""
+        """Returns the number of steps that fit into the log, and the bytes of the log; zeros if no step fits."""
         wanted = self.wanted(names)
         if not wanted:
             return 0, 0
@@ -110,35 +111,38 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """The facts about a run from which `make_plan` divides its memory."""
+    """The facts about a run that `make_plan` needs to divide the run's memory."""
 
     units: Sequence[Unit]  # in the order of the forward
     sizes: Sizes  # the sizes of the store and its parts
-    # The mode of gradients: "ram" needs memory for all gradients, the other modes for the largest one.
+    # The mode of gradients. "ram" needs memory for all gradients. The other modes need memory for the largest gradient.
     gradients: Literal["auto", "fused", "ssd", "ram"]
     gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
-    whole_bytes: int = 0  # bytes for an optimizer that updates whole parameters
-    # Further bytes with which an optimizer that updates whole parameters reads the next one, or writes the previous
-    # one, during an update.
+    whole_bytes: int = 0  # bytes of memory for an optimizer that updates whole parameters
+    # Further bytes of memory for an optimizer that updates whole parameters. While the optimizer updates a parameter,
+    # the next parameter is read, or the previous parameter is written, in these bytes.
     whole_next_bytes: int = 0
-    # {bytes: count} of the chunks through which checkpointed activations go to storage.
+    # The chunks, {bytes: count}, through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)
-    activation_group: int = 0  # how many further chunks for activations are added at a time; 0: none are added
-    activation_groups: int = 0  # the number of groups of further chunks in a plan without a given budget
-    # The chunks, {bytes: count}, between a device that computes and storage, by owner; units and gradients are then in
-    # the device's memory. None: the host computes.
+    activation_group: int = 0  # the number of chunks in a group of further chunks for activations; 0: no groups
+    activation_groups: int = 0  # the number of these groups if the user gives no budget
+    # If a device computes: the chunks of host memory, {bytes: count}, between storage and the device, by owner. Units
+    # and gradients are then in the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
-    # When an update reads the values from storage. "resident": only if their unit was evicted (compact state). "read":
-    # always (32-bit values). "never": never, since the state has its own master.
+    # Whether an update reads the parameter's values from storage. "resident": only if the parameter's unit was evicted
+    # (compact state). "read": always (32-bit values). "never": the update computes with the master weights instead.
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
-    # The parameters whose updates may be deferred to the next step, if gradients wait for the norm of all gradients.
+    # The names of the parameters whose updates may be deferred to the next step. Only updates of gradients that wait
+    # for the norm of all gradients are deferred.
     deferrable: Collection[str] = ()
-    # Returns the bytes behind the store for second places of the gradients of these parameters; None: no such places.
+    # A function of the names of parameters. The gradient of each of these parameters gets a second place behind the
+    # store, and the function returns the bytes of these places. None: the run has no second places.
     places: Callable[[Collection[str]], int] | None = None
-    # The parameters that the RAM tier updates only in memory, and writes at the end of the run.
+    # The names of the parameters that steps do not write while the parameters are in the RAM tier. These parameters are
+    # written when the run ends.
     applied: Collection[str] = ()
-    # The options of the gradient log of the RAM tier; None: no log, since steps are not durable.
+    # The facts about the gradient log of the RAM tier. None: steps are not durable, so there is no log.
     log: Log | None = None
 
     @property
@@ -153,7 +157,7 @@ class Requirements:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of one further group of chunks for activations."""
+        """Bytes of one group of further chunks for activations."""
         return arena_bytes(
             {nbytes: self.activation_group for nbytes in self.activation_chunks if self.activation_group}
         )
@@ -163,29 +167,31 @@ class Requirements:
         return self.sizes.unit_bytes.get(unit.name, unit.nbytes)
 
     def record_bytes(self, name: str) -> tuple[int, int]:
-        """Returns the bytes of a record's values, and of its state."""
+        """Returns the bytes of a record's values, and the bytes of the record's state."""
         return self.sizes.record_bytes.get(name, (0, 0))
 
     def sum_records(self, names: Iterable[str]) -> tuple[int, int]:
-        """Returns the bytes of the values of these records, and of their state."""
+        """Returns the sum of the records' bytes of values, and the sum of the records' bytes of state."""
         sizes = [self.record_bytes(name) for name in names]
         return sum(values for values, _ in sizes), sum(state for _, state in sizes)
 
 
 @dataclass(frozen=True)
 class RamTier:
-    """The RAM tier: records whose values and state are read once, and whose gradients wait in memory."""
+    """The records of the RAM tier. A run reads their values and state once, and keeps their gradients in memory."""
 
-    names: tuple[str, ...] = ()  # the records
+    names: tuple[str, ...] = ()  # the names of the records
     nbytes: int = 0  # bytes of values and state
     gradients: int = 0  # bytes of gradients that wait for `step()`
-    # The units whose values are all in the RAM tier: modules compute with these values in place, without a slot.
+    # The names of the units whose values are all in the RAM tier. Modules compute with these values in place, so these
+    # units need no slot.
     units: frozenset[str] = frozenset()
-    # By unit, the bytes of values that a forward does not read.
+    # For each unit, by name, the bytes of the unit's values in the RAM tier. A forward need not read these bytes.
     values: Mapping[str, int] = field(default_factory=dict)
-    update: int = 0  # bytes of values that an update does not read
-    state: int = 0  # bytes of state that an update does not read
-    # Names of records whose gradients go to the log, and the bytes of their values, state and gradients.
+    update: int = 0  # bytes of trained values in the RAM tier, which updates need not read from storage
+    state: int = 0  # bytes of optimizer state in the RAM tier, which updates need not read from storage
+    # `logged` has the names of the records whose gradients go to the gradient log. `logged_bytes` has the bytes of
+    # these records' values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
 
@@ -199,10 +205,11 @@ _NOTHING = RamTier()
 
 
 def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[str]:
-    """Returns the names of all records in the order in which the RAM tier takes them until its `room` is used up.
+    """Returns the names of all records in the order in which records are chosen for the RAM tier.
 
-    The first unit comes first, since nothing overlaps its fetch. Then come whole units at equal distances: while they
-    compute, storage reads the units between them. All other units follow. `needs` has the bytes of each record.
+    The model's first unit comes first, since nothing overlaps this unit's fetch. Next come units at equal distances in
+    the model, as many as `room` bytes can hold: while such a unit computes, storage reads the units that follow it. All
+    other units come last. `needs` has the bytes of each record.
     """
     members = [[name for name in unit.parameters if name in needs] for unit in units]
     whole = [sum(needs[name] for name in names) for names in members]
@@ -219,10 +226,10 @@ def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[
 
 
 def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
-    """Chooses whole records for the RAM tier within `room` bytes; None: all records."""
+    """Chooses the records for the RAM tier, within `room` bytes. If `room` is None, chooses all records."""
 
     def waits(name: str) -> int:
-        # In "ram" mode the plan has memory for all gradients already.
+        # With gradients="ram", the plan already has memory for all gradients.
         return 0 if run.gradients == "ram" else run.gradient_bytes.get(name, 0)
 
     needs = {
@@ -239,7 +246,7 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
             left -= needs[name]
     names = [name for name in needs if name in chosen]
     by_unit = {unit.name: run.sum_records(chosen.intersection(unit.parameters))[0] for unit in run.units}
-    # A device computes with units in its own memory, so modules use no unit in place in host memory.
+    # If a device computes, modules use units in the device's memory, and never a unit in host memory.
     here = [] if run.staging is not None else run.units
     update, state = run.sum_records(name for name in names if name in run.gradient_bytes)
     logged = () if run.log is None else tuple(name for name in names if name in run.log.names)
@@ -258,7 +265,7 @@ def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
 
 @dataclass(frozen=True)
 class Reads:
-    """The bytes of values that forward and backward read, and the units that a step reads at most once."""
+    """The bytes of values that a step's forward and backward read, and the units that a step reads at most once."""
 
     forward: int
     backward: int
@@ -266,7 +273,7 @@ class Reads:
 
     @property
     def total(self) -> int:
-        """Bytes that forward and backward read together."""
+        """The sum of the bytes that the forward and the backward read."""
         return self.forward + self.backward
 
 
@@ -274,17 +281,17 @@ class MemoryPlanner:
     """Makes `MemorySplit`s for one run."""
 
     def __init__(self, run: Requirements, ram_tier: RamTier = _NOTHING) -> None:
-        """`ram_tier` is added to the memory of units, updates and gradients; its whole units need no slot."""
+        """Each `MemorySplit` includes the memory of `ram_tier`. Units that are whole in the RAM tier use no slot."""
         self.run = run
         self.ram_tier = ram_tier
         self.order = forward_order(run.units)
-        # The comfortable queue has room for the gradients of one block while the largest gradient is in its update.
+        # A queue of `queue_bytes` has room for the gradients of one block while the largest gradient's update runs.
         counts = Counter(run.bytes_of(unit) for unit in run.units if not unit.pinned)
         block = max(counts.items(), key=lambda item: (item[1], item[0]), default=(0, 0))[0]
         self.queue_bytes = min(run.largest_gradient + block, run.all_gradients)
 
     def smallest(self, window: int, chunks: int, queue_bytes: int) -> MemorySplit:
-        """Returns the smallest split with this window, number of chunks and queue."""
+        """Returns the smallest split with this window, this number of chunks, and this queue."""
         windows = list_windows(self.run.units, window)
         contents = [[self.run.bytes_of(unit) for unit in each.values()] for each in windows]
         return self._split(window, chunks, queue_bytes, arena_classes(contents))
@@ -292,7 +299,7 @@ class MemoryPlanner:
     def _split(self, window: int, chunks: int, queue_bytes: int, classes: dict[int, int]) -> MemorySplit:
         run, sizes = self.run, self.run.sizes
         if run.gradients == "ram":
-            # Queued updates use the memory that the plan has for all gradients.
+            # With gradients="ram", all gradients stay in memory, so a queue needs no further memory.
             queue_bytes = run.all_gradients
         staging = arena_bytes({sizes.chunk_bytes: chunks} if sizes.chunk_bytes else {})
         if run.staging is None:
@@ -314,7 +321,10 @@ class MemoryPlanner:
         return MemorySplit(window, chunks, queue_bytes, classes, host, device)
 
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
-        """Returns for each class its units, in the order of the forward, and its slots that pinned units leave free."""
+        """Returns, for each class, the units that share its slots, and the number of these slots.
+
+        The units are in the order of the forward. Pinned units, and the slots that they occupy, do not count.
+        """
         bounds = sorted(classes)
         members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
         left = dict(classes)
@@ -331,12 +341,12 @@ class MemoryPlanner:
         return {bound: (members[bound], left[bound]) for bound in bounds}
 
     def count_reads(self, classes: Mapping[int, int]) -> Reads:
-        """Returns the reads of a step with these slots."""
+        """Returns the reads of a step if the arena has the slots `classes`."""
 
         def bytes_of(unit: Unit) -> int:
             return max(0, self.run.bytes_of(unit) - self.ram_tier.values.get(unit.name, 0))
 
-        # The forward reads a pinned unit again after a commit has changed it.
+        # After a commit has changed a pinned unit, the next forward reads the unit again.
         pinned = [unit for unit in self.run.units if unit.pinned]
         forward = sum(bytes_of(unit) for unit in pinned if unit.frozen_bytes < unit.nbytes)
         backward = 0
@@ -351,7 +361,7 @@ class MemoryPlanner:
         return Reads(forward, backward, frozenset(resident))
 
     def widened(self, split: MemorySplit, budget: int | None) -> MemorySplit:
-        """Returns the split with more slots, within the budget, as long as slots save reads; None: no budget."""
+        """Adds slots to the split while more slots save reads and fit into `budget`. A `budget` of None is no limit."""
         classes = split.classes
         options = []
         for bound, (members, slots) in self._by_class(classes).items():
@@ -359,8 +369,8 @@ class MemoryPlanner:
             if wanted > 0:
                 gain = self._saved(members, slots, slots + wanted) / (wanted * bound)
                 options.append((gain, bound, members, slots, wanted))
-        # Add slots with the largest gain per byte first (slots of frozen units, which stay from step to step); at equal
-        # gain, slots of the largest class.
+        # Add slots with the largest gain per byte first; at equal gain, slots of the largest class. Slots of frozen
+        # units gain most, since frozen units stay in memory from step to step.
         for _, bound, members, slots, wanted in sorted(options, key=lambda option: option[:2], reverse=True):
             each = bound + SLOT_BYTES if self.run.staging is None else whole_pages(bound)
             room = wanted if budget is None else (budget - split.units_peak) // each
@@ -368,7 +378,7 @@ class MemoryPlanner:
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
             wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
-            # With alignment, the slots may take a percent more than `room` assumed.
+            # `room` ignores the alignment of slots, which may take a further percent: remove slots until all fit.
             while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
                 wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
@@ -381,7 +391,7 @@ class MemoryPlanner:
         return other.with_activations(split.activation_groups, self.run.group_bytes)
 
     def _saved(self, members: Sequence[Unit], slots: int, more: int) -> int:
-        """Returns how many bytes less a step reads with `more` slots than with `slots`, of units of one class."""
+        """Returns the bytes that a step need not read if the units `members` share `more` slots instead of `slots`."""
 
         def total(count: int) -> int:
             ahead, back = count_reads(members, count)
@@ -396,15 +406,15 @@ def _ram_tier_owners(ram_tier: RamTier) -> dict[str, int]:
     return {owner: nbytes for owner, nbytes in owners.items() if nbytes}
 
 
-# Numbers of chunks for updates. With two, the minimum, reads and arithmetic do not overlap. With four they overlap, but
-# the drive idles while a chunk is computed. More than twelve gain nothing.
+# Numbers of chunks for updates. With two chunks, the minimum, reads and arithmetic do not overlap. With four chunks,
+# reads and arithmetic overlap, but the drive sometimes idles. More than twelve chunks do not make a step faster.
 _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 
 
 def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
-    """Returns splits from the smallest to the comfortable one; see [Note: order of the budget].
+    """Returns splits of increasing size, in the order that [Note: order of the budget] explains.
 
-    The first addition is two chunks, which cost little.
+    The first split is the smallest that works. The last split, called comfortable, keeps disk and compute busy.
     """
     run = planner.run
     comfortable = planner.smallest(2, _CHUNKS, planner.queue_bytes).with_next(run.whole_next_bytes)
@@ -418,9 +428,10 @@ def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
 
 
 def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, device_budget: int | None) -> MemorySplit:
-    """Returns the best split within `budget` on the host and `device_budget` on a device; None: the host computes.
+    """Returns the best split within `budget` on the host and `device_budget` on the device.
 
-    `steps` is the result of `rungs`. The budgets must suffice for its smallest split. See [Note: order of the budget].
+    If `device_budget` is None, the host computes. `steps` is the result of `rungs`. The smallest split in `steps` must
+    fit into the budgets. See [Note: order of the budget].
     """
     comfortable = steps[-1]
     limit = budget if device_budget is None else device_budget
@@ -429,7 +440,7 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return split.host_peak <= budget and (device_budget is None or split.device_peak <= device_budget)
 
     if fits(comfortable):
-        # `make_plan` gives the rest of a host's budget to the RAM tier before it adds slots.
+        # If the host computes, `make_plan` gives the rest of the budget to the RAM tier before it adds slots.
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
@@ -438,8 +449,8 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
     if device_budget is None or device_budget < comfortable.device_peak:
-        # The queue gets the rest of the budget, up to its comfortable length. In "ram" mode the plan already has memory
-        # for all gradients.
+        # The queue of gradients gets the rest of the budget, up to `planner.queue_bytes`. With gradients="ram", the
+        # plan already has memory for all gradients.
         spare = limit - chosen.units_peak if planner.run.gradients != "ram" else 0
         queue_bytes = max(chosen.queue_bytes, min(planner.queue_bytes, chosen.queue_bytes + spare))
         chosen = planner.smallest(chosen.window, chosen.chunks, queue_bytes)
@@ -449,7 +460,7 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         if fits(more):
             chosen = more
             break
-    # Add memory for the next whole parameter last.
+    # Last, add memory for reading the next whole parameter during an update.
     more = chosen.with_next(comfortable.whole_next_bytes)
     chosen = more if fits(more) else chosen
     if device_budget is not None and device_budget >= comfortable.device_peak:
@@ -457,17 +468,18 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# A plan lists the traffic of this many larger budgets, in equal steps up to the budget that keeps all records in RAM.
+# The number of larger budgets for which a plan estimates the traffic. These budgets increase in equal steps up to the
+# budget that keeps all records in RAM.
 _PARTS = 4
 
 
 def make_plan(run: Requirements, *, budget: int | None = None, device_budget: int | None = None) -> Plan:
-    """Divides the memory of a run; see [Note: order of the budget].
+    """Makes the memory plan of a run; see [Note: order of the budget].
 
-    Without `budget` or `device_budget`, takes the smallest budget that keeps disk and compute busy.
+    If `budget` or `device_budget` is None, the plan uses the smallest budget that keeps disk and compute busy.
 
     Raises:
-        BudgetError: a budget is too small; `smallest` is the smallest budget that works, to the byte.
+        BudgetError: a budget is too small. The error's `smallest` is the smallest budget that works, to the byte.
     """
     planner = MemoryPlanner(run)
     steps = rungs(planner)
@@ -477,7 +489,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
     device_budget = comfortable.device_peak if device_budget is None else device_budget
     chosen = choose(planner, steps, budget, None if run.staging is None else device_budget)
     if run.group_bytes:
-        # Activations get the rest of the budget before the RAM tier.
+        # Activations get memory from the rest of the budget before the RAM tier does.
         more = (budget - chosen.host_peak) // run.group_bytes
         chosen = chosen.with_activations(chosen.activation_groups + more, run.group_bytes)
     ram_tier, everything = choose_in_ram(run, budget - chosen.host_peak), choose_in_ram(run, None)
@@ -526,7 +538,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
 
 
 def _traffic_with(run: Requirements, comfortable: MemorySplit, ram_tier: RamTier) -> Traffic:
-    """Returns the bytes that a step moves with the comfortable split and this RAM tier."""
+    """Returns the traffic of a step with the split `comfortable` and with `ram_tier`."""
     reads = MemoryPlanner(run, ram_tier).count_reads(comfortable.classes)
     return _traffic(run, comfortable, reads, ram_tier)
 
@@ -537,7 +549,7 @@ def _require_room(
     """Returns the smallest budgets that work, on the host and on the device.
 
     Raises:
-        BudgetError: a given budget is smaller than the smallest that works.
+        BudgetError: `budget` or `device_budget` is smaller than the smallest budget that works.
     """
     smallest = min(step.host_peak for step in steps)
     if budget is not None and budget < smallest:
@@ -595,7 +607,11 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
 
 
 def _spared(run: Requirements, reads: Reads, ram_tier: RamTier) -> tuple[int, int] | None:
-    """Returns `Traffic.spared`: bytes of values whose updates stream, and the bytes of these that a backward reads."""
+    """Returns `Traffic.spared`; None if the updates cannot be deferred.
+
+    The first number is the bytes of values that are not in the RAM tier. The second number is the part of these bytes
+    that a backward reads.
+    """
     streaming = run.gradient_bytes.keys() - set(ram_tier.names)
     if run.gradients != "ssd" or not streaming or not streaming <= set(run.deferrable):
         return None

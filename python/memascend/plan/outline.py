@@ -1,4 +1,4 @@
-"""Describes a model, without torch, as a tree of modules with the names and shapes of its parameters."""
+"""Describes a model without torch, as a tree of modules. The tree has the names and shapes of all parameters."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Dtype(str):
-    """The name of a dtype, with the size of an element."""
+    """The name of a dtype. The property `itemsize` has the bytes of an element."""
 
     __slots__ = ()
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The number of bytes of an element."""
         return _ITEM_BYTES.get(self, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """A dense tensor without values: the attributes and methods of torch's tensors that a plan reads."""
+    """A dense tensor without values. It has the attributes and methods of torch's tensors that the planner uses."""
 
     shape: tuple[int, ...]
     dtype: Dtype
@@ -40,34 +40,34 @@ class Sketch:
         return len(self.shape)
 
     def element_size(self) -> int:
-        """Returns the bytes of an element."""
+        """Returns the number of bytes of an element."""
         return self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        """Returns True: a sketch has row-major strides."""
+        """Returns True, because the strides of every `Sketch` are row-major."""
         return True
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """The number of bytes of all elements."""
         return self.numel() * self.element_size()
 
 
 @dataclass(eq=False)
 class Outline:
-    """A module without code: the methods of torch's modules that a plan calls."""
+    """A module without code. It has the methods of torch's modules that the planner calls."""
 
     own: dict[str, Sketch] = field(default_factory=dict)  # the parameters that the module owns directly
     children: dict[str, Outline] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
-        """The name of the torch class to assume: "ModuleList" if the children are numbered, else "Module"."""
+        """The name of the torch class that this module stands for: "ModuleList" if its children are numbered."""
         return "ModuleList" if any(name.isdecimal() for name in self.children) else "Module"
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> Outline:
-        """Returns the tree of modules that own parameters of these names and shapes."""
+        """Returns the tree of modules for parameters with these names, shapes and `dtype`."""
         root = cls()
         for name, shape in shapes.items():
             *path, last = name.split(".")
@@ -78,9 +78,9 @@ class Outline:
         return root
 
     def named_modules(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Outline]]:
-        """Yields this module and all modules below it, with their names, each module before its children.
+        """Yields the names and modules of the tree: this module, and all modules below it. Parents are before children.
 
-        `remove_duplicate` changes nothing, since no module has two names.
+        `remove_duplicate` has no effect, since no module has two names.
         """
         del remove_duplicate
         yield "", self
@@ -89,11 +89,11 @@ class Outline:
                 yield f"{name}.{below}" if below else name, module
 
     def named_children(self) -> Iterator[tuple[str, Outline]]:
-        """Yields the modules directly below this one, with their names."""
+        """Yields the name and module of each direct child."""
         yield from self.children.items()
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Sketch]]:
-        """Yields all parameters with their names; with `remove_duplicate`, a tied parameter only by its first name."""
+        """Yields the name and `Sketch` of each parameter; with `remove_duplicate`, a tied parameter only once."""
         met: set[int] = set()
         for name, module in self.named_modules():
             for last, parameter in module.own.items():

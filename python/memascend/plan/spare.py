@@ -14,25 +14,26 @@ if TYPE_CHECKING:
     from memascend.plan.table import Plan
 
 _GIB = 1 << 30
-# The margin: the part of RAM, or of a cgroup's limit, that stays free for the system and for programs that start later;
-# and its minimum in bytes.
+# The part of RAM, or of a cgroup's limit, that stays free for the system and for programs that start later. This part
+# is called the margin. `_MARGIN_MIN` is the smallest margin in bytes.
 _MARGIN_PART, _MARGIN_MIN = 1 / 8, 2 * _GIB
-# The part of RAM that may be registered with CUDA: the system can neither move nor swap registered pages.
+# The part of RAM that may be registered with CUDA. The rest must stay unregistered, because the system can neither move
+# nor swap registered pages.
 _REGISTERED_PART = 0.8
-# The part of the spare memory that memascend takes if the CPU computes and torch's need is unknown.
+# The part of the spare memory that memascend takes if the CPU computes, and if the memory that torch needs is unknown.
 _SHARED_PART = 0.5
-# Host memory of Python, torch and transformers without a model.
+# Bytes of host memory that Python, torch and transformers take without a model.
 IMPORTS = 740 << 20
-# Host memory of a CUDA context, and of CUDA's libraries with their kernels (of an H100).
+# Bytes of host memory that a CUDA context and CUDA's libraries take, measured with an H100.
 CONTEXT = 700 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a machine, or of the cgroup that limits this process, in bytes."""
+    """The memory of a machine in bytes. If a cgroup limits this process, the memory of the cgroup."""
 
     total: int
-    available: int  # not in use
+    available: int  # bytes that no process uses
 
     @classmethod
     def here(cls) -> HostMemory:
@@ -43,25 +44,31 @@ class HostMemory:
 
     @property
     def usable(self) -> int:
-        """Bytes that all processes of a run may take together: `available`, at most `total` less the margin."""
+        """Bytes that all processes of a run may take together: `available`, but at most `total` minus the margin."""
         margin = max(_MARGIN_MIN, int(self.total * _MARGIN_PART))
         return max(0, min(self.available, self.total - margin))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spare:
-    """A value of `host_memory=` for all memory that a machine can spare; a run may exceed it, as without a budget."""
+    """A value of `host_memory=`: the budget is all memory that the machine can spare.
+
+    Because the user gave no size, a run may exceed this budget.
+    """
 
     machine: HostMemory | None = None  # None: this machine, measured when a run begins
     # The number of processes that share the machine.
     processes: int = field(default_factory=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch_bytes: int | None = None  # bytes that torch takes for the computation on a CPU; None: unknown
+    torch_bytes: int | None = None  # bytes that torch needs for the computation if the CPU computes; None: unknown
     taken: int = 0  # bytes that another model of this process takes
-    agreed: int | None = None  # the budget that the ranks of a run agreed on; None: no agreement yet
-    stored: int | None = None  # the budget in the store; commits keep it for later resumes
+    agreed: int | None = None  # the budget that the ranks of a run agreed on; None: the ranks have not agreed yet
+    stored: int | None = None  # the budget that an earlier process of this run wrote into the store
 
     def budget(self, *, on_host: bool) -> int:
-        """Returns the budget of one process in whole GiB; 0 if less than 1 is left. `on_host`: the CPU computes."""
+        """Returns the budget of one process in whole GiB; 0 if less than 1 GiB is left.
+
+        `on_host` is True if the CPU computes.
+        """
         if self.agreed is not None:
             return self.agreed
         machine = self.machine or HostMemory.here()
@@ -76,15 +83,15 @@ class Spare:
         return max(0, left) // _GIB * _GIB
 
     def fits(self, budget: int) -> bool:
-        """True if this machine has enough free memory for the budget of an earlier process."""
+        """True if this machine has enough free memory for `budget`, which an earlier process used."""
         machine = self.machine or HostMemory.here()
         return budget + IMPORTS + self.taken + (self.torch_bytes or 0) <= machine.available // self.processes
 
 
 def with_spare(made: Callable[[int | None], Plan], spare: int) -> Plan:
-    """Returns the plan of the largest budget up to `spare` that a run can use, but at least the default plan.
+    """Returns the plan with the largest budget, up to `spare`, that a run can use; at least the default plan.
 
-    `made` makes the plan of a budget; `made(None)` is the default plan.
+    The function `made` takes a budget and returns its plan. `made(None)` returns the default plan.
     """
     default = made(None)
     if spare <= default.budget:
@@ -94,15 +101,15 @@ def with_spare(made: Callable[[int | None], Plan], spare: int) -> Plan:
     return plan if used >= spare else made(used)
 
 
-# `faster` returns a larger budget only if a step with that budget takes at most this part of its present time.
+# `faster` returns a larger budget only if the larger budget reduces the time of a step to this part or less.
 _FASTER = 0.9
 
 
 def faster(plan: Plan, free: int, seconds: float, waited: float) -> tuple[int, float] | None:
-    """Returns the largest budget up to `free` bytes, and the seconds of a step with it; None if it is not much faster.
+    """Returns the largest budget up to `free` bytes, and the seconds of a step with this budget.
 
-    A step took `seconds`; in `waited` of these seconds the training loop waited for the drive, so only these can be
-    saved by moving fewer bytes.
+    Returns None if a step would not be much faster. A step took `seconds`. During `waited` of these seconds, the
+    training loop waited for the drive. A step that moves fewer bytes saves at most the `waited` seconds.
     """
     fitting = [budget for budget in plan.larger if budget <= free]
     if not fitting or not plan.moved_bytes:

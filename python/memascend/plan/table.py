@@ -1,4 +1,4 @@
-"""Defines `Plan`, all numbers that a run is planned with, and prints it as a table."""
+"""Defines `Plan`, which has all numbers of a planned run, and formats a plan as a table."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ if TYPE_CHECKING:
     from memascend.plan.units import Unit
 
 
-# When the updates of a step run. "fused": as gradients appear. The other ways are for gradients that wait for the norm
-# of all gradients. "at once": in step(). "next forward": in the forward of the next step. "next backward": in the
-# backward of the next step, whose forward computes the new values without writing them. "early": as gradients appear;
-# valid only if no gradient is clipped.
+# When the updates of a step run. "fused": each update runs when its gradient appears. The other ways are for gradients
+# that wait for the norm of all gradients. "at once": in step(). "next forward": in the forward of the next step. "next
+# backward": in the backward of the next step; the forward of the next step computes the new values without writing
+# them. "early": each update runs when its gradient appears, which is valid only if no gradient is clipped.
 Way = Literal["fused", "at once", "next forward", "next backward", "early"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a step moves, with updates that run "fused" or "at once"."""
+    """The bytes that a step reads and writes if its updates run "fused" or "at once"."""
 
     read: dict[str, int]  # bytes by kind
     written: dict[str, int]  # bytes by kind
     ram_tier: float = 0.0  # the share of trained values in the RAM tier, which `step()` updates
-    # The bytes of values that a forward, and a backward, need not read if it makes deferred updates, since an update
-    # gives the new values; None: updates are not deferred.
+    # Two numbers: the bytes of values that a forward need not read if it makes deferred updates, and the bytes that a
+    # backward need not read in this case. The updates compute these values. None: updates are not deferred.
     spared: tuple[int, int] | None = None
 
     def by(self, way: Way, *, evicted: bool) -> Traffic:
-        """Returns the traffic with updates that run in another way.
+        """Returns the traffic of a step whose updates run in the way `way`.
 
-        `evicted`: units may be evicted before their update, so that an early update reads the values, too.
+        `evicted` is True if a unit may be evicted before its update. An early update then reads the values again.
         """
         if self.spared is None or way in ("fused", "at once"):
             return self
         read, (forward, backward) = dict(self.read), self.spared
         update = sum(read.get(kind, 0) for kind in ("values, update", "state", "gradients"))
         if way == "early":
-            # An early update does not read its gradient, which is still in memory, but writes it to storage.
+            # An early update does not read its gradient from storage, since the gradient is still in memory. The
+            # gradient is written to storage all the same.
             read["gradients"] = 0
             read["values, update"] = read.get("values, update", 0) if evicted else 0
         else:
@@ -53,9 +54,9 @@ class Traffic:
         return replace(self, read={kind: nbytes for kind, nbytes in read.items() if nbytes}, spared=None)
 
     def repeated(self, times: int) -> Traffic:
-        """Returns the traffic with `times` more backwards in the step, one after the other.
+        """Returns the traffic of a step with `times` more micro-batches, which run one after the other.
 
-        Each further backward reads values and the sums of gradients, and writes the sums.
+        Each further micro-batch reads all values again, reads the sums of the gradients, and writes the new sums.
         """
         read = {kind: nbytes * (1 + times * (kind in _OF_BACKWARDS)) for kind, nbytes in self.read.items()}
         sums = times * self.written.get("gradients", 0)
@@ -70,28 +71,31 @@ class Traffic:
 
 # The kinds of bytes that each micro-batch of a step reads.
 _OF_BACKWARDS = frozenset({"values, forward", "values, backward"})
-# The kind of bytes that the forward reads in the way "next backward" to compute the values of the last step's update.
+# The kind of bytes that the forward reads for the way "next backward". From these bytes, the forward computes the
+# values that the last step's updates will write in the backward.
 LAST_UPDATE = "last step's update, forward"
 
 
 def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: int, before: int = 0) -> dict[str, int]:
     """Returns the bytes that a step writes with a gradient log of `steps` steps; zero steps mean no log.
 
-    `written` has the bytes with a log of `before` steps. `logged`: bytes of values, state, gradients of logged records.
+    `written` has the bytes that a step writes with a log of `before` steps. `logged` has the bytes of the values, the
+    state and the gradients of the logged records.
     """
     found = dict(written)
     values, state, gradients = logged
     for kind, nbytes in (("values", values), ("state", state)):
-        # With a log, a step writes 1/`steps` of the logged records whole; without a log, all of them.
+        # With a log of `steps` steps, a step writes 1/`steps` of the logged records whole. Without a log, a step writes
+        # all these records whole.
         found[kind] = found.get(kind, 0) + nbytes // (steps or 1) - nbytes // (before or 1)
     found["log"] = found.get("log", 0) + gradients * (bool(steps) - bool(before))
     return found
 
 
-# Below this window, a unit may be evicted before its update is done.
+# If the window is smaller than this number of units, a unit may be evicted before its update is done.
 RESIDENT_WINDOW = 2
-# Bytes of Python and torch objects per parameter: its module's hooks, placeholder, record and index of the store,
-# gradient and autograd's nodes. Measured after three steps of Qwen2 models of 24 and 48 blocks: 5 to 9.5 KiB.
+# Bytes of Python and torch objects for each parameter: module hooks, placeholder, record, index of the store, gradient
+# and autograd's nodes. These objects took 5 to 9.5 KiB after three steps of Qwen2 models with 24 and 48 blocks.
 OBJECT_BYTES = 10 << 10
 
 
@@ -99,24 +103,27 @@ OBJECT_BYTES = 10 << 10
 class MemorySplit:
     """One way to divide memory among its owners."""
 
-    # Consecutive units in memory at once. 1: a unit is read when it is needed; 2: while the previous unit computes.
+    # The number of consecutive units in memory at once. With 1, a unit is read when it is needed. With 2, a unit is
+    # read while the previous unit computes.
     window: int
-    chunks: int  # chunks through which state streams to its update
+    chunks: int  # the number of chunks through which optimizer state streams during updates
     queue_bytes: int  # bytes of gradients that may wait for their update
     classes: dict[int, int]  # the slots of the arena for units, {bytes: count}
     host: dict[str, int]  # bytes of host memory by owner
     device: dict[str, int]  # bytes of the device's memory by owner; empty if the host computes
-    activation_groups: int = 0  # further groups of chunks for checkpointed activations, each allocated when needed
-    # The part of host["whole parameters"] with which the next parameter is read while one is updated; 0: no overlap.
+    # The number of further groups of chunks for checkpointed activations. Each group is allocated when it is needed.
+    activation_groups: int = 0
+    # The part of host["whole parameters"] into which the next parameter is read while the previous parameter is
+    # updated. 0: no parameter is read during an update.
     whole_next_bytes: int = 0
 
     def with_next(self, nbytes: int) -> MemorySplit:
-        """Returns the split with `nbytes` for the next whole parameter."""
+        """Returns the split with `nbytes` of memory for reading the next whole parameter."""
         host = {**self.host, "whole parameters": self.whole_bytes + nbytes - self.whole_next_bytes}
         return replace(self, host=host, whole_next_bytes=nbytes)
 
     def with_activations(self, groups: int, group_bytes: int) -> MemorySplit:
-        """Returns the split with so many groups of chunks for activations."""
+        """Returns the split with `groups` further groups of chunks for activations, each of `group_bytes`."""
         more = (groups - self.activation_groups) * group_bytes
         if not more:
             return self
@@ -125,17 +132,17 @@ class MemorySplit:
 
     @property
     def whole_bytes(self) -> int:
-        """Memory for optimizers that update whole parameters."""
+        """Bytes of host memory for optimizers that update whole parameters."""
         return self.host["whole parameters"]
 
     @property
     def host_peak(self) -> int:
-        """Bytes of host memory of all owners."""
+        """The sum of the host memory of all owners, in bytes."""
         return sum(self.host.values())
 
     @property
     def device_peak(self) -> int:
-        """Bytes of the device's memory of all owners."""
+        """The sum of the device's memory of all owners, in bytes."""
         return sum(self.device.values())
 
     @property
@@ -146,48 +153,51 @@ class MemorySplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(MemorySplit):
-    """The decisions before a run. `str()` gives a table, and `to_dict()` all numbers."""
+    """All numbers that are decided before a run. `str()` formats them as a table, and `to_dict()` returns them."""
 
     units: tuple[Unit, ...]  # in the order of the forward
     gradients: str  # the value of `gradients=`
-    # Units that a step reads at most once: trained ones stay cached from the forward to the backward, frozen ones from
-    # step to step.
+    # The names of the units that a step reads at most once. Trained units stay cached from the forward to the backward,
+    # and frozen units stay cached from step to step.
     resident: frozenset[str]
-    # The names of the records in the RAM tier. Their values and state stay in host memory and are read once; their
+    # The names of the records in the RAM tier. Their values and state are read once and stay in host memory. Their
     # gradients wait in host memory for `step()`.
     ram_tier: tuple[str, ...]
-    ram_tier_units: frozenset[str]  # units whose values are all in the RAM tier: modules compute with them in place
-    budget: int  # the limit in force
+    ram_tier_units: frozenset[str]  # the names of the units whose values are all in the RAM tier
+    budget: int  # the limit of host memory for this run
     smallest: int  # the smallest budget that works
     comfortable: int  # the smallest budget that keeps disk and compute busy
-    ample: int  # `comfortable` plus slots for all units, though a larger budget goes to the RAM tier before slots
-    all_in_ram: int  # the budget that keeps all records in RAM, above which more memory saves nothing
-    # The same budgets for the device's memory; 0 if the host computes.
+    ample: int  # the bytes of `comfortable` and of slots for all units
+    all_in_ram: int  # the budget that keeps all records in RAM; a larger budget saves nothing
+    # These four budgets are for the device's memory: the limit, the smallest, `comfortable` and `ample`. Each is 0 if
+    # the host computes.
     device_budget: int
     device_smallest: int
     device_comfortable: int
     device_ample: int
-    device_savable_bytes: int  # bytes of a step's reads that the budget `device_ample` would save
+    device_savable_bytes: int  # bytes of reads that a step would save if the budget were `device_ample`
     disk_bytes: int  # bytes of the store, with both slots of each extent
     read_bytes: dict[str, int]  # bytes that a step reads, by kind
     written_bytes: dict[str, int]  # bytes that a step writes, by kind
     ram_tier_part: float  # the share of trained values in the RAM tier
     without: Traffic  # a step's traffic with the budget `comfortable` and no RAM tier
-    larger: dict[int, Traffic]  # a step's traffic by larger budgets, up to the budget that keeps all in RAM
-    # The names of records in the RAM tier whose gradients each step writes to the log, instead of values and state; and
-    # the bytes of these records' values, state and gradients.
+    larger: dict[int, Traffic]  # for each of some larger budgets, up to `all_in_ram`: a step's traffic
+    # `logged` has the names of the records in the RAM tier for which a step writes the gradients to the log, instead of
+    # values and state. `logged_bytes` has the bytes of these records' values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
-    # Steps of gradients in the log. Each logged record is written whole once in `log_steps` steps; 0: in each step.
+    # The number of steps in the gradient log. Each logged record is written whole once in this number of steps. 0:
+    # there is no log, and each step writes the records whole.
     log_steps: int = 0
     log_bytes: int = 0  # bytes of the log, behind the store
-    places_bytes: int = 0  # bytes of second places for gradients, behind the store, which deferred updates need
-    log_wanted: int = 0  # the steps that the log would have with enough disk space
-    spared: tuple[int, int] | None = None  # see `Traffic.spared`
+    # Bytes of the second places for gradients, which are behind the store. Deferred updates need these places.
+    places_bytes: int = 0
+    log_wanted: int = 0  # the number of steps that the log would have with enough disk space
+    spared: tuple[int, int] | None = None  # `Traffic.spared` of a step's traffic
 
     @property
     def saved_bytes(self) -> int:
-        """How many bytes less a step moves with the RAM tier of this budget."""
+        """The bytes that a step need not move because of the RAM tier."""
         return max(0, self.without.total - self.moved_bytes)
 
     @property
@@ -197,7 +207,7 @@ class Plan(MemorySplit):
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the store, of the second places for gradients behind it, and of the log."""
+        """Bytes of the store, of the second places for gradients behind the store, and of the log."""
         return self.disk_bytes + self.places_bytes + self.log_bytes
 
     @property
@@ -206,7 +216,7 @@ class Plan(MemorySplit):
         return sum(self.read_bytes.values()) + sum(self.written_bytes.values())
 
     def moving(self, traffic: Traffic) -> Plan:
-        """Returns the plan with other traffic."""
+        """Returns the plan with `traffic` as the traffic of a step."""
         return replace(
             self,
             read_bytes=traffic.read,
@@ -216,13 +226,13 @@ class Plan(MemorySplit):
         )
 
     def by(self, way: Way) -> Plan:
-        """Returns the plan with the traffic of a step whose updates run in `way`, also for larger budgets."""
+        """Returns the plan for steps whose updates run in `way`. Changes the traffic for larger budgets, too."""
         return self._with(lambda traffic: traffic.by(way, evicted=self.window < RESIDENT_WINDOW))
 
     def repeated(self, times: int) -> Plan:
-        """Returns the plan with the traffic of a step that has `times` more backwards, also for larger budgets.
+        """Returns the plan for steps with `times` more micro-batches. Changes the traffic for larger budgets, too.
 
-        Call it before `by`, whose traffic cannot be repeated.
+        Call `repeated` before `by`, because the traffic that `by` computes cannot be repeated.
         """
         return self._with(lambda traffic: traffic.repeated(times))
 
@@ -232,15 +242,16 @@ class Plan(MemorySplit):
         return replace(self.moving(of(now)), without=of(self.without), larger=larger)
 
     def larger_budget(self, nbytes: int) -> int:
-        """Returns a budget that works if the model uses more units at once than planned: memory for all units.
+        """Returns a budget that works for a model that uses more units at once than planned.
 
-        If the budget already has memory for all units, user code must be keeping further memory: then adds `nbytes`.
+        The returned budget has memory for all units. If the present budget already has memory for all units, the user's
+        code must be keeping other slots in use, so the returned budget is `nbytes` larger than the present budget.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
-        """Returns the plan with more slots for units, {bytes: count}, of `nbytes` together."""
+        """Returns the plan with the further slots `slots`, {bytes: count}, which take `nbytes` of memory."""
         if not slots:
             return self
         classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
@@ -251,7 +262,7 @@ class Plan(MemorySplit):
         return replace(self, classes=classes, host=host, budget=self.budget + nbytes)
 
     def logging(self, steps: int, nbytes: int) -> Plan:
-        """Returns the plan with a gradient log of `steps` steps, which takes `nbytes`."""
+        """Returns the plan with a gradient log of `steps` steps. The log takes `nbytes` of storage."""
         if steps == self.log_steps:
             return self
         written = with_log(self.written_bytes, self.logged_bytes, steps, self.log_steps)
@@ -282,7 +293,7 @@ def _table(plan: Plan) -> str:
     lines += _rows(_unit_rows(plan))
     lines += ["", f"Host memory: {bytes_shown(plan.host_peak)} of a budget of {bytes_shown(plan.budget)}"]
     lines += _rows([(owner, bytes_shown(nbytes), _note(plan, owner)) for owner, nbytes in plan.host.items() if nbytes])
-    lines.append(f"  beside it Python's objects: about {bytes_shown(plan.object_bytes)}")
+    lines.append(f"  not part of the budget: Python's objects, about {bytes_shown(plan.object_bytes)}")
     if plan.device:
         lines += [
             "",
@@ -301,9 +312,9 @@ def _table(plan: Plan) -> str:
 
 def _log_shown(plan: Plan) -> str:
     less = f" (no disk space for {plan.log_wanted})" if plan.log_steps < plan.log_wanted else ""
-    places = f"; behind it second places for gradients: {bytes_shown(plan.places_bytes)}" if plan.places_bytes else ""
+    places = f"; second places for gradients: {bytes_shown(plan.places_bytes)}" if plan.places_bytes else ""
     if plan.log_steps:
-        return f"{places}; behind it a gradient log of {plan.log_steps} steps{less}: {bytes_shown(plan.log_bytes)}"
+        return f"{places}; a gradient log of {plan.log_steps} steps{less}: {bytes_shown(plan.log_bytes)}"
     none = "; no disk space for a gradient log, so parameters kept in RAM are written whole each step" if less else ""
     return f"{places}{none}"
 
@@ -311,14 +322,15 @@ def _log_shown(plan: Plan) -> str:
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Returns one row for each group of similar units, in the order of the groups' first units.
 
-    Units of a group have the same size; and their names differ only in numbers, or the units are neighbours.
+    All units of a group have the same `_likeness`. Either their names differ only in numbers, or they are neighbours.
     """
     groups: dict[object, list[Unit]] = {}
     last: object = None
     for unit in plan.units:
         likeness = _likeness(unit)
         key: object = (re.sub(r"\d+", "*", unit.name), likeness)
-        # Neighbours of the same size share a row though their names differ, as an encoder's projections do.
+        # Neighbouring units of the same size share a row even if their names differ, for example the projections of an
+        # encoder.
         if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
             key = last
         groups.setdefault(key, []).append(unit)
@@ -341,7 +353,7 @@ def _likeness(unit: Unit) -> tuple[int, bool, int]:
 
 
 def _note(plan: Plan, owner: str) -> str:
-    """Returns the remark on an owner of memory in the table."""
+    """Returns the last column of the table's row for an owner of memory."""
     if owner == "units":
         slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"{plan.window} in use at once; slots: {slots}"
@@ -355,7 +367,7 @@ def _note(plan: Plan, owner: str) -> str:
         "activations": stay if plan.activation_groups else through,
         "whole parameters": "one is updated while the next is read" if plan.whole_next_bytes else "",
         "records in RAM": f"{len(plan.ram_tier)} parameters with their state: read once",
-        "gradients in RAM": "of those, until step()",
+        "gradients in RAM": "gradients of these parameters, until step()",
         "unit staging": "pinned, on the way to the device",
         "gradient windows": "pinned, on the way from the device",
     }.get(owner, "")
@@ -371,7 +383,7 @@ def _advice(plan: Plan) -> str:
                 f'{option}="{size_option(comfortable)}" would keep disk and compute busy; '
                 f'"{size_option(smallest)}" is the smallest that works'
             )
-    saved = f"the budget saves {bytes_shown(plan.saved_bytes)} of that; " if plan.saved_bytes else ""
+    saved = f"this budget saves {bytes_shown(plan.saved_bytes)} a step; " if plan.saved_bytes else ""
     if plan.device_savable_bytes:
         ample, saves = plan.device_ample, bytes_shown(plan.device_savable_bytes)
         return f'{saved}device_memory="{size_option(ample)}" would save {saves} of reads a step'
@@ -380,7 +392,7 @@ def _advice(plan: Plan) -> str:
     lines = [
         f'  host_memory="{size_option(nbytes)}": {bytes_shown(moved.total)}' for nbytes, moved in plan.larger.items()
     ]
-    return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}, and would move with", *lines])
+    return "\n".join([f"{saved}a step moves {bytes_shown(plan.moved_bytes)}; with more memory it would move", *lines])
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Containers of torch that a forward never calls.
+# Container classes of torch. A forward calls the modules inside a container, and never the container itself.
 _UNCALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
 def _is_one_of(module: nn.Module | Outline, *containers: str) -> bool:
-    """True if the module is one of these containers of torch, given by their class names."""
+    """True if `module` is an instance of one of the torch classes named in `containers`."""
     if isinstance(module, Outline):
         return module.kind in containers
     from torch import nn
@@ -42,26 +42,29 @@ def _lazy(model: nn.Module | Outline) -> list[str]:
 
 @dataclass(eq=False)
 class UnitDraft:
-    """A unit while it is built; `Unit` describes the fields."""
+    """A unit that `find_units` is still building. The class `Unit` describes the fields."""
 
     name: str
     parameters: list[str]
     nbytes: int  # without padding
     module: str | None
     pinned: bool = False
-    # Dicts are used as ordered sets.
+    # These dicts are ordered sets: each value is None.
     again: dict[str, None] = field(default_factory=dict)
     around: dict[str, None] = field(default_factory=dict)
     around_again: dict[str, None] = field(default_factory=dict)
 
     def take_in(self, other: UnitDraft) -> None:
-        """Adds the parameters of another draft; afterwards no single module's call materializes the whole unit."""
+        """Adds the parameters of `other`. The draft then has parameters of several modules, so `module` is None."""
         self.parameters += other.parameters
         self.nbytes += other.nbytes
         self.module = None
 
     def take_name(self, taken: set[str]) -> None:
-        """Makes the draft's name unique: a user's module may be called "root" or "rest", as special drafts are."""
+        """Adds apostrophes to the draft's name until the name is unique.
+
+        A user's module may have the name "root" or "rest", which are also the names of special drafts.
+        """
         self.name = self.name or "root"
         while self.name in taken:
             self.name += "'"
@@ -69,25 +72,27 @@ class UnitDraft:
 
 
 class ModuleTree:
-    """The modules and parameters of a model by name; a shared module or parameter has only the first of its names."""
+    """The modules and parameters of a model by name. A shared module or parameter is listed by its first name only."""
 
     def __init__(self, model: nn.Module | Outline) -> None:
         self.model = model
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.parameters: dict[str, Any] = dict(model.named_parameters())
         if not self.parameters:
-            raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
+            raise ConfigError("the model has no parameters to offload: pass a model that has parameters")
         if lazy := _lazy(model):
-            raise ConfigError(f"the shape of {lazy[0]!r} is not known yet: run one forward before offload()")
+            raise ConfigError(
+                f"the parameter {lazy[0]!r} is lazy and has no shape yet: run one forward of the model before offload()"
+            )
         self.raw = {name: parameter.numel() * parameter.dtype.itemsize for name, parameter in self.parameters.items()}
         owners: Counter[str] = Counter()
         for name, nbytes in self.raw.items():
             owners[self.owner(name)] += nbytes
-        # A module's call materializes all parameters that the module owns, so the arena needs at least the bytes of the
-        # module that owns most.
+        # The call of a module materializes all parameters that the module owns directly. So the arena needs at least
+        # the bytes of the module that owns the most bytes.
         self.largest_owner = max(owners.values())
         self.claimed: set[str] = set()
-        # The parameters inside each module; one pass over the names fills the table for all modules.
+        # For each module, by name, the names of all parameters inside the module.
         self.under: dict[str, list[str]] = {name: [] for name in self.modules}
         for name in self.parameters:
             owner = self.owner(name)
@@ -99,7 +104,7 @@ class ModuleTree:
 
     @staticmethod
     def owner(parameter: str) -> str:
-        """Returns the name of the module that directly contains a parameter or module."""
+        """Returns the name of the module that directly contains the parameter or module named `parameter`."""
         return parameter.rpartition(".")[0]
 
     def below(self, module: str) -> list[str]:
@@ -107,15 +112,18 @@ class ModuleTree:
         return [name for name in self.under[module] if name not in self.claimed]
 
     def children(self, module: str) -> Iterator[str]:
-        """Yields the children of a module that are not registered earlier in the tree."""
+        """Yields the names of a module's children, except a shared child that has an earlier name in the tree."""
         prefix = f"{module}." if module else ""
         for name, _ in self.modules[module].named_children():
-            # `modules` has a shared child only by its first name.
+            # `modules` contains a shared child only under its first name.
             if prefix + name in self.modules:
                 yield prefix + name
 
     def draft(self, module: str, parameters: list[str]) -> UnitDraft:
-        """Returns a unit of parameters inside a module; its `module` is None if a forward never calls that module."""
+        """Returns a draft of `parameters`, which are inside the module named `module`.
+
+        The draft's `module` is None if a forward never calls this module.
+        """
         called = None if _is_one_of(self.modules[module], *_UNCALLED) else module
         return UnitDraft(module, parameters, sum(self.raw[name] for name in parameters), called)
 
@@ -130,9 +138,10 @@ class ModuleTree:
 
 
 def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
-    """Records in the drafts where tied parameters are used again, and which other units are materialized at each use.
+    """Fills the fields `again`, `around` and `around_again` of the drafts.
 
-    A second use of a tied parameter is assumed to follow the unit whose parameters are registered just before it.
+    A further name of a tied parameter counts as a further use of the parameter. This use is assumed to follow the unit
+    whose parameters are registered just before this name.
     """
     unit_of = {id(tree.parameters[name]): draft for draft in drafts for name in draft.parameters}
     bound_in = _bound_in(tree, drafts, unit_of)
@@ -152,7 +161,8 @@ def note_ties(tree: ModuleTree, drafts: Sequence[UnitDraft]) -> None:
 def tied_bytes(model: nn.Module) -> int:
     """Returns the bytes of trained parameters that several modules share.
 
-    With micro-batches by layer, each micro-batch keeps its own gradient of such a parameter between two uses.
+    If micro-batches are computed by layer, each micro-batch keeps a separate gradient of a shared parameter between two
+    uses of this parameter.
     """
     named = model.named_parameters(remove_duplicate=False)
     times = Counter(parameter for _, parameter in named if parameter.requires_grad)
@@ -162,8 +172,8 @@ def tied_bytes(model: nn.Module) -> int:
 def _bound_in(
     tree: ModuleTree, drafts: Sequence[UnitDraft], unit_of: Mapping[int, UnitDraft]
 ) -> Callable[[str], Iterable[UnitDraft]]:
-    """Returns a function from the name of a module to the units that are materialized while the module computes."""
-    # `own` has modules by id, since a shared module has several names.
+    """Returns a function that takes a module's name and returns the units in memory while this module computes."""
+    # The keys of `own` are the ids of modules, since a shared module has several names.
     modules = dict(tree.model.named_modules(remove_duplicate=False))
     own: dict[int, dict[UnitDraft, None]] = {}
     for draft in drafts:
@@ -185,45 +195,45 @@ def _bound_in(
     return bound_in
 
 
-# Blocks with more bytes than this are divided. If one module owns more, its bytes are the limit instead, since its
-# parameters need a slot of that size anyway.
+# Blocks with more bytes than this limit are divided. If a single module owns more bytes, the limit is that module's
+# bytes instead, since the parameters of one module are never divided.
 _BOUND_BYTES = 1 << 30
-# Leftovers, the parameters outside of blocks, are pinned if each has at most 1/16 of the bytes of the largest block,
-# and all of them together have at most 1/4.
+# A leftover is a module, or a part of a module, outside of blocks. The smallest leftovers are pinned: each of them has
+# at most 1/16 of the bytes of the largest block, and all of them together have at most 1/4 of these bytes.
 _SMALL_PART = 16
 _REST_PART = 4
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The parameters that are read and evicted together."""
+    """A group of parameters that are read and evicted together."""
 
-    name: str  # unique; the name of the module whose parameters the unit has, if it is one module
-    parameters: tuple[str, ...]  # names as in `model.named_parameters()`, each tied parameter once
+    name: str  # unique; usually the name of the module that contains the unit's parameters
+    parameters: tuple[str, ...]  # names as in `model.named_parameters()`; a tied parameter has only its first name
     nbytes: int  # bytes of all values, each parameter padded to whole pages
-    # The module whose call materializes the whole unit; None: calls of several modules each materialize a part.
+    # The name of the module whose call materializes the whole unit. None if no single call materializes the whole unit.
     module: str | None
-    pinned: bool  # True for a small unit that is in use while other units are: it is never evicted
-    # The units after which this unit is used again, since it has tied parameters: an embedding that is also the LM head
-    # is used again after the last block.
+    pinned: bool  # True if the unit is never evicted, because it is small and other units are used together with it
+    # The names of the units after which a forward uses this unit again, because this unit has tied parameters. For
+    # example, an embedding that is also the LM head is used again after the last block.
     again: tuple[str, ...] = ()
-    # Other units that are materialized at the first use of this unit: the parameters of an outer module stay
-    # materialized until its call returns, while inner modules compute.
+    # The names of other units that are materialized at the first use of this unit. For example, while an inner module
+    # computes, the parameters of its outer module stay materialized.
     around: tuple[str, ...] = ()
     around_again: tuple[str, ...] = ()  # other units that are materialized at later uses of this unit
-    frozen_bytes: int = 0  # the part of `nbytes` that no step changes
+    frozen_bytes: int = 0  # the bytes of frozen parameters, which no step changes; a part of `nbytes`
     elements: int = 0  # the number of elements of all parameters
 
 
 def find_units(
     model: nn.Module | Outline, *, units: Sequence[str] | None = None, bytes_max: int | None = None
 ) -> tuple[Unit, ...]:
-    """Groups the parameters of `model` into units, in the order of the forward that the module tree suggests.
+    """Groups the parameters of `model` into units. The units are in the order in which a forward is likely to use them.
 
-    Each repeated block is a unit, and so is each embedding, LM head and other large module. Small leftovers (a final
-    norm, a class token) are one pinned unit, "rest". Blocks larger than `bytes_max` (1 GiB) are divided by module;
-    parameters that a single module owns stay together, since one call needs them all. Each module named in `units` is
-    one unit, whatever its size.
+    Each repeated block is a unit, and so is each embedding, LM head and other large module. All small modules outside
+    of blocks, such as a final norm, are together one pinned unit with the name "rest". A block larger than `bytes_max`
+    (default: 1 GiB) is divided into its modules. The parameters that a single module owns stay together, since one call
+    of the module needs all of them. Each module named in `units` is one unit, whatever its size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -231,7 +241,7 @@ def find_units(
     tree.claim(drafts)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
-    # A module outside of blocks stays whole if it is no larger than a block.
+    # A module outside of blocks stays whole if it is at most as large as the largest block.
     limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
     small = _small(leftovers, limit)
@@ -247,40 +257,44 @@ def find_units(
 
 
 def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
-    """Returns the names in the option `units`.
+    """Returns `names`, the value of the option `units`, after checking each name.
 
     Raises:
-        ConfigError: the model has no module of a name; or the module has no parameters, or only parameters that are
-            tied to earlier ones; or one named module contains another.
+        ConfigError: the model has no module with one of the names; or a named module has no parameters, or only
+            parameters that an earlier module shares; or one named module contains another named module.
     """
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
         raise ConfigError(
-            "units names modules of the model, as model.named_modules() gives them, and the model has no "
-            f"{', '.join(map(repr, unknown))}: correct it"
+            f"units= contains {', '.join(map(repr, unknown))}, but the model has no such module: use names that "
+            "model.named_modules() lists"
         )
     for name in names:
         if not tree.below(name):
             raise ConfigError(
-                f"units names {name!r}, which has no parameters, or only such as are tied to earlier ones: leave it out"
+                f"units= contains {name!r}, but this module has no parameters, or all its parameters are tied to "
+                "parameters of earlier modules: remove this name from units="
             )
     for index, name in enumerate(names):
         for other in names[:index]:
             if not (name and other) or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
                 raise ConfigError(
-                    f"units names {other!r} and {name!r}, which share parameters, and each is read with one unit: name "
-                    "one of the two"
+                    f"units= contains {other!r} and {name!r}, which have parameters in common, but each parameter is "
+                    "read with one unit: remove one of the two names from units="
                 )
     return names
 
 
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
-    """Yields the repeated blocks: similar children of a module list or Sequential, the outermost if several nest."""
+    """Yields the repeated blocks inside a module: similar children of a `ModuleList` or `Sequential`.
+
+    If a block contains other repeated blocks, only the outermost block is yielded.
+    """
     children = [child for child in tree.children(module) if tree.below(child)]
     repeated: set[str] = set()
     kind = tree.modules[module]
     if _is_one_of(kind, "ModuleList") and len(children) == 1:
-        # A model of one layer, or with one group of shared layers, has a list of one block.
+        # The only child of a list is a block, too: the model has a single layer, or all its layers share one module.
         repeated = set(children)
     elif _is_one_of(kind, "ModuleList", "Sequential"):
         repeated = _repeated(tree, children)
@@ -294,8 +308,8 @@ def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
 def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
     """Returns the children that are repeated blocks.
 
-    All children of a class are repeated blocks if two of them have the same parameter shapes, or if one child has all
-    shapes of another child and more, as among T5's blocks.
+    All children of one class are repeated blocks if two of these children have the same parameter shapes. One of the
+    two children may have further parameters: the first block of T5, for example, has an additional bias.
     """
     found: set[type] = set()
     seen: dict[type, set[frozenset[tuple[str, tuple[int, ...]]]]] = {}
@@ -312,7 +326,8 @@ def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
     """Yields drafts of the parameters outside of blocks.
 
-    A module of at most `limit` bytes is one draft; of a larger module, the parameters that it owns directly are one.
+    A module with at most `limit` bytes is one draft. In a larger module, the parameters that the module owns directly
+    are one draft, and each child module is divided by the same rule.
     """
     left = tree.below(module)
     if not left:
@@ -329,7 +344,10 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 
 
 def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
-    """Returns the smallest leftovers, for the pinned unit: each at most 1/16 of `limit` bytes, all at most 1/4."""
+    """Returns the smallest leftovers, which become the pinned unit.
+
+    Each returned leftover has at most 1/16 of `limit` bytes, and all returned leftovers together have at most 1/4.
+    """
     found, total = [], 0
     for draft in sorted(leftovers, key=lambda draft: draft.nbytes):
         total += draft.nbytes
@@ -340,7 +358,7 @@ def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
 
 
 def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
-    """Returns the draft alone, or its parts if it has more than `bound` bytes; small parts are put together."""
+    """Returns `draft` alone if it has at most `bound` bytes, else the parts of `draft`. Small parts are combined."""
     if draft.nbytes <= bound:
         return [draft]
     parts: list[UnitDraft] = []
@@ -349,7 +367,7 @@ def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
         if part.nbytes * _SMALL_PART > bound:
             parts.append(part)
         elif packed is not None and (packed.nbytes + part.nbytes) * _REST_PART <= bound:
-            # Norms, or many small experts, are put together: each is too small for a read of its own.
+            # Combines small parts, such as norms or small experts, because many small reads would be slow.
             packed.take_in(part)
         else:
             packed = part
@@ -358,8 +376,12 @@ def _divided(tree: ModuleTree, draft: UnitDraft, bound: int) -> list[UnitDraft]:
 
 
 def _parts(tree: ModuleTree, draft: UnitDraft, bound: int) -> Iterator[UnitDraft]:
-    """Divides the draft by module into drafts of at most `bound` bytes; the parameters of one owner stay together."""
-    # A draft above the bound has the name of a module: it is the whole module, or the parameters that the module owns.
+    """Divides the draft by module into drafts of at most `bound` bytes.
+
+    The parameters that one module owns directly stay together, even if they have more than `bound` bytes.
+    """
+    # The name of a draft above the bound is the name of a module. The draft contains all parameters inside this module,
+    # or only the parameters that the module owns directly.
     inside = set(draft.parameters)
     direct = [name for name in draft.parameters if tree.owner(name) == draft.name]
     if draft.nbytes <= bound or len(direct) == len(draft.parameters):
@@ -401,7 +423,7 @@ def _ordered(tree: ModuleTree, drafts: list[UnitDraft]) -> tuple[Unit, ...]:
 
 
 def _head(tree: ModuleTree) -> list[str] | None:
-    """Returns the parameters of the LM head; None if `get_output_embeddings()` gives none."""
+    """Returns the names of the LM head's parameters; None if `model.get_output_embeddings()` returns no module."""
     ask = getattr(tree.model, "get_output_embeddings", None)
     try:
         module = ask() if callable(ask) else None
@@ -411,7 +433,10 @@ def _head(tree: ModuleTree) -> list[str] | None:
 
 
 def forward_order(units: Sequence[Unit]) -> list[Unit]:
-    """Returns the unpinned units in the order of a forward, tied ones more than once; a backward reverses the order."""
+    """Returns the unpinned units in the order in which a forward uses them. A backward uses them in reverse order.
+
+    A unit with tied parameters may occur several times.
+    """
     after: dict[str, list[Unit]] = {}
     for unit in units:
         for before in unit.again:
@@ -424,10 +449,10 @@ def forward_order(units: Sequence[Unit]) -> list[Unit]:
 
 
 def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
-    """Returns the sets of units, by name, that are in memory at once with windows of `length` units.
+    """Returns every set of units that is in memory at once if the window is `length` units.
 
-    Pinned units are in each set. The windows of one forward are all windows of a run: a backward has the same, and a
-    step begins with the unit with which the previous step ended.
+    Each set is a dict from names to units, and contains all pinned units. Only the windows of a forward are listed,
+    because a backward has the same windows, and a step begins with the unit with which the previous step ended.
     """
     order, named = forward_order(units), {unit.name: unit for unit in units}
     pinned = {unit.name: unit for unit in units if unit.pinned}
@@ -449,21 +474,22 @@ def list_windows(units: Sequence[Unit], length: int) -> list[dict[str, Unit]]:
 def count_reads(order: Sequence[Unit], slots: int) -> tuple[dict[str, int], dict[str, int]]:
     """Counts how often a step reads each unit, in its forward and in its backward, if all units share `slots` slots.
 
-    Evictions choose the unit whose next use is farthest away, and a commit invalidates trained units. `order` is the
-    order of the forward.
+    An eviction chooses the unit whose next use is farthest away. A commit invalidates the cached values of trained
+    units. `order` has the units in the order in which a forward uses them.
     """
     names = [unit.name for unit in order]
     frozen = {unit.name for unit in order if unit.frozen_bytes >= unit.nbytes}
     step = names + names[::-1]
     first = {name: names.index(name) for name in frozen}
-    # Two steps are simulated: the first begins with nothing in memory, and the second is like all later steps.
+    # Two steps are simulated. The first step begins with nothing in memory. The second step is like all later steps, so
+    # only its reads are counted.
     uses = step * 2
     following: list[float] = [math.inf] * len(uses)
     seen: dict[str, int] = {}
     for at in range(len(uses) - 1, -1, -1):
         name = uses[at]
         if name in frozen:
-            # After the last simulated use, the next use of a frozen unit is in the following step.
+            # After its last use in the simulation, a frozen unit is used next in the third step.
             following[at] = seen.get(name, len(uses) + first[name])
         elif name in seen and seen[name] // len(step) == at // len(step):
             following[at] = seen[name]

@@ -1,4 +1,4 @@
-"""Attaches a model to its run and detaches it: module hooks, deep copies, checks of later parameters and autocast."""
+"""Attaches a model to a run and detaches it: hooks, deep copies, checks for added parameters and for autocast."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class AddedParameters:
     freezes the adapter.
     """
 
-    # The number of modules and parameters that this process registered. A change makes `check_before_forward` check the
-    # model again.
+    # The number of modules and parameters that this process registered. When this number changes,
+    # `check_before_forward` checks the model again.
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
-        """`look` is False under FSDP2, which registers parameters in each forward: then no parameter is rejected."""
+        """With `look=False`, the checks reject nothing: FSDP2 itself registers new parameters in each forward."""
         self._model = model
         self._look = look
-        # The value of `_registrations` at the last check that found nothing.
+        # The value of `_registrations` at the last check that found no new trainable parameter.
         self._judged = self._registrations
 
     @classmethod
     def note_registration(cls, module: torch.nn.Module, name: str, given: Any) -> None:
-        """Counts a registration: torch calls it when any module of the process registers a module or a parameter."""
+        """Counts a registration. torch calls this hook when any module registers a submodule or a parameter."""
         del module, name
         cls._registrations += given is not None
 
     def check_before_forward(self) -> None:
-        """Rejects new trainable parameters before a forward, unless gradients are disabled: then nothing is trained."""
+        """Rejects new trainable parameters before a forward, unless the forward runs without gradients."""
         if self._judged != self._registrations and torch.is_grad_enabled():
             self.require_none()
 
@@ -71,22 +71,23 @@ class AddedParameters:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and "_memascend" not in parameter.__dict__:
                 raise ConfigError(
-                    f"{name!r} is a new trainable parameter of a model that is offloaded, and no update has it: freeze "
-                    "it with requires_grad_(False), or save(), add it to a plain model with those weights, and "
-                    "offload() anew"
+                    f"{name!r} is a new trainable parameter, which was added after offload(), so step() cannot update "
+                    "it. Freeze it with requires_grad_(False). Or save() the model, add the parameter to a plain "
+                    "model with the saved weights, and call offload() again"
                 )
         self._judged = now
 
 
-# `AutocastWatch` is silent if fewer than 1 in `_SHARE` of a model's elements are in float32 matrices, such as routers.
+# `AutocastWatch` does not warn if less than 1 / `_SHARE` of a model's elements are in float32 matrices. For example,
+# the routers of a bf16 model may be small float32 matrices.
 _SHARE = 10
 
 
 class AutocastWatch:
-    """Warns once if a forward runs under autocast and a large part of the model (`_SHARE`) is in float32 matrices."""
+    """Warns once if a forward runs under autocast and 1 / `_SHARE` of the model or more is in float32 matrices."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: str) -> None:
-        """`device` is the type of the device that computes."""
+        """`device` is the type of the device that computes the model."""
         self.device = device
         every = list(parameters)
         # autocast makes 16-bit copies of the weights of matrix products and convolutions.
@@ -97,15 +98,15 @@ class AutocastWatch:
     def look(self) -> None:
         """Warns once, if a large part of the model is in float32 matrices.
 
-        `Session.entered` calls it when a module is entered under autocast.
+        `Session.entered` calls this method when a module is entered under autocast.
         """
         if self._silent:
             return
         self._silent = True
         warn(
-            f"autocast over float32 weights keeps 16-bit copies of them all in memory ({self._nbytes / 2**20:.0f} MiB, "
-            "outside of host_memory), in the graph and in its cache: make the model 16-bit (model.to(torch.bfloat16)) "
-            "before offload(), which keeps fp32 master weights on storage, and leave autocast out"
+            f"autocast keeps 16-bit copies of all float32 weights in memory ({self._nbytes / 2**20:.0f} MiB, which "
+            "host_memory does not limit). Instead, convert the model with model.to(torch.bfloat16) before offload(), "
+            "which keeps fp32 master weights on storage, and remove autocast"
         )
 
 
@@ -121,8 +122,9 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called
 def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
     """Copies a module deeply, without the attributes and hooks of memascend.
 
-    `ProcessHooks` sets this function as `torch.nn.Module.__deepcopy__` while any run is open. Setting it on each module
-    instead would cost one or two kilobytes for each: the module's dict could no longer share the keys of its class.
+    `ProcessHooks` sets this function as `torch.nn.Module.__deepcopy__` while any run is open. Setting the function on
+    each module instead would cost one or two kilobytes for each module, because the module's `__dict__` could no longer
+    share its keys with other modules of the same class.
     """
     with _plain(module):
         # This is what copy.deepcopy() does for a class without `__deepcopy__`.
@@ -130,7 +132,7 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def _copied(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
-    """Copies a module by the `__deepcopy__` of its class, without the attributes and hooks of memascend."""
+    """Copies a module by its class's own `__deepcopy__`, without the attributes and hooks of memascend."""
     with _plain(module):
         return copy.deepcopy(module, memo)
 
@@ -152,16 +154,16 @@ def _plain(module: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Attachment:
-    """Installs the hooks of one model, and removes them; the model does not change before `enter`."""
+    """Attaches one model to its run (`enter`), and detaches the model (`leave`). The constructor changes nothing."""
 
     model: torch.nn.Module
     _hooked_modules: list[
         tuple[torch.nn.Module, tuple[CachedUnit, ...]]
-    ]  # the modules to hook, each with the units that it materializes
+    ]  # the modules to hook, each with the units that its hook materializes
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes the model an offloaded one: installs hooks and copiers, and refers to `optimizer`."""
+        """Attaches the model: installs hooks and `__deepcopy__` functions, sets `model._memascend` to `optimizer`."""
         install_hooks(self.model, self._hooked_modules, self._run.residency)
         for module in self.model.modules():
             # A class with its own `__deepcopy__` would copy the attributes of memascend, too.
@@ -170,7 +172,7 @@ class Attachment:
         self.model.__dict__["_memascend"] = optimizer
 
     def leave(self) -> None:
-        """Makes the model a plain one: removes hooks and attributes."""
+        """Detaches the model: removes the hooks and attributes of memascend."""
         for module in self.model.modules():
             module.__dict__.pop(_COPIER, None)
         remove_hooks(module for module, _ in self._hooked_modules)

@@ -42,13 +42,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Builds a run from its prepared parts; the model does not change before `run`."""
+    """Builds a run from prepared parts. Only the method `run` changes the model."""
 
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
     resources: Resources  # store, engine and memory
     given: list[dict[str, Any]]  # the user's options of each parameter group, before stored options replaced them
-    scratch: Path | None  # the folder for copies of the weights; None: each copy raises an error that asks for one
+    # the folder for copies of the weights; None: making a copy raises an error that asks for a folder
+    scratch: Path | None
 
     def run(self) -> tuple[Session, OffloadedOptimizer]:
         """Offloads the parameters; returns the session, and the optimizer for the user."""
@@ -60,8 +61,8 @@ class Assembly:
         for unit in session.run.residency.units.all:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # A parameter on meta, or on another type of device than the placeholder, cannot take the
-                    # placeholder as its `.data`.
+                    # torch rejects a placeholder as the `.data` of a parameter on meta, or of a parameter whose type of
+                    # device differs from the placeholder's type.
                     materialize_parameter(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
@@ -76,8 +77,8 @@ class Assembly:
         return session, offloaded
 
     def _session(self) -> Session:
-        # The run keeps the objects below alive. It does not refer to the subject, whose tables of all parameters it
-        # does not need.
+        # None of the objects that are built here refers to `subject`. Otherwise the run would keep the subject's tables
+        # of all parameters in memory.
         subject, plan, resources = self.subject, self.decision.plan, self.resources
         residency = self._residency()
         scale = self._scale()
@@ -97,8 +98,8 @@ class Assembly:
         attachment = Attachment(subject.model, self._hooked_modules(residency), run)
         heap_bytes = sum(p.nbytes for p in subject.named.values()) if any(plan.read_bytes.values()) else 0
         if heap_bytes:
-            # From here on the C library maps large allocations. `_offloaded` calls `settle_heap` again, once the
-            # parameters' memory is free.
+            # From here on, the C library serves large allocations by mmap. `_offloaded` calls `settle_heap` again after
+            # the memory of the model's parameters was freed.
             settle_heap()
         session = Session(
             run=run,
@@ -119,7 +120,7 @@ class Assembly:
 
     @property
     def _stored_budget(self) -> int | None:
-        """The budget that each commit stores, and a resume with "auto" prefers; None: the user gave no budget."""
+        """The budget that each commit stores for a resume with "auto"; None if the user gave no budget."""
         options = self.subject.options
         if options.spare is not None:
             return options.spare.stored or self.decision.plan.budget
@@ -182,8 +183,8 @@ class Assembly:
         figures = None if sharding is None else sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         ram_tier = frozenset(plan.ram_tier)
-        # Updates may begin from the values of cached units, and then keep these units from eviction. A window of one
-        # unit needs the eviction, so its updates read values from storage.
+        # An update may read its values from a cached unit, which then cannot be evicted until the update ends. A window
+        # of one unit must evict each unit before the next one, so updates read their values from storage.
         units = residency.units if plan.window > 1 and not plan.device else None
         return Gradients(
             engine=resources.units.engine(resources.engine),
@@ -197,12 +198,13 @@ class Assembly:
         )
 
     def _hooked_modules(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]:
-        """Returns the modules to hook, each with the units that it materializes.
+        """Returns the modules to hook, each with the units that its hook materializes.
 
         A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
         """
         if self.subject.sharding is not None:
-            # FSDP2's gather materializes this rank's rows while it copies them, so the modules need no hooks.
+            # FSDP2's all-gather materializes this rank's rows when it copies them, so only the whole model needs a
+            # hook.
             return [(self.subject.model, ())]
         units = {unit.name: unit for unit in residency.units.all}
         unit_of = {id(place.parameter): unit for unit in units.values() for place in unit.places}
@@ -216,7 +218,8 @@ class Assembly:
             needed = [whole[name]] if name in whole else []
             needed += [unit_of[id(own)] for own in module._parameters.values() if own is not None]  # noqa: SLF001
             for child in module.children():
-                # torch never calls a ParameterList or ParameterDict, so its parent materializes its parameters.
+                # torch never calls a ParameterList or ParameterDict, so the parent's hook materializes the parameters
+                # of the list or dict.
                 if isinstance(child, torch.nn.ParameterList | torch.nn.ParameterDict):
                     needed += [unit_of[id(own)] for own in child.parameters()]
             if needed or module is self.subject.model:

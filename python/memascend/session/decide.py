@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 
 def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> Store:
-    """Calls `create` in a new folder, and unlinks the store's file at once: its data ends with the process.
+    """Creates a store whose data ends with the process: calls `create` on a new folder, and unlinks the store's file.
 
-    The folder is made in `scratch`; None: in the system's folders for temporary files, or the working directory.
+    The new folder is made in `scratch`. If `scratch` is None, it is made in a system folder for temporary files or, if
+    that fails, in the working directory.
     """
     refused: Exception | None = None
     places = (tempfile.gettempdir(), "/var/tmp", os.getcwd()) if scratch is None else (str(scratch),)  # noqa: PTH109, S108
     for place in dict.fromkeys(places):
         try:
-            # The folder's random name keeps other processes from opening the file before it is unlinked.
+            # The folder's random name keeps other processes from opening the file before the file is unlinked.
             with tempfile.TemporaryDirectory(prefix="memascend-", dir=place) as folder:
                 store = create(folder)
                 store.become_temporary()
@@ -52,7 +53,7 @@ def temporary(create: Callable[[str], Store], scratch: Path | None = None) -> St
             refused = refused or error
         else:
             return store
-    raise StorageError(f"there is no place for a temporary store: {refused}. Give storage= a folder on a disk")
+    raise StorageError(f"a temporary store cannot be created: {refused}. Pass storage= with a folder on a disk")
 
 
 _TRAINED = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -71,24 +72,25 @@ def _find_trained(
     `device` is the device that computes the model; None: the CPU.
     """
     if not named:
-        raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model that has some")
+        raise ConfigError("the model has no parameters, so there is nothing to offload: pass a model with parameters")
     require_one_owner(optimizer, named)
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     _refuse_owners(named, owned)
     for name, parameter in named.items():
         if not only_planned and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
-                f"{name} is on {parameter.device}, and offload() takes models on the CPU, on meta, or on the "
-                "device= that computes: move it there, or load it without device_map= if that divided it"
+                f"{name} is on {parameter.device}, but offload() needs each parameter on the CPU, on meta, or on the "
+                "device that device= names: move the model to the CPU, or load it without device_map="
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
     pair = overlapping([*named.items(), *model.named_buffers()])
     if pair is not None:
-        # In torch, a write to one of two tensors that share memory changes both; on storage it would change only one.
+        # In torch, a write to one of two tensors that share memory changes both tensors. On storage, the write would
+        # change only one tensor.
         raise ConfigError(
-            f"{pair[0]} and {pair[1]} share memory, so that each changes with the other, which storage cannot: "
-            "tie them as one Parameter (head.weight = embedding.weight), or clone one"
+            f"{pair[0]} and {pair[1]} share memory, but offload() would store each of them separately: make them one "
+            "Parameter (as in head.weight = embedding.weight), or clone one of them"
         )
     # Integer parameters have no gradient: torch's optimizers skip them.
     trained = {
@@ -99,14 +101,14 @@ def _find_trained(
     for name, parameter in named.items():
         if name in trained and parameter.dtype not in _TRAINED:
             raise ConfigError(
-                f"{name} is {parameter.dtype}, and parameters of float32, float64, bfloat16 and float16 are trained: "
-                "give the optimizer the others alone, and freeze this one with requires_grad_(False)"
+                f"{name} is {parameter.dtype}, but only parameters of float32, float64, bfloat16 and float16 can be "
+                "trained: freeze this parameter with requires_grad_(False), and make the optimizer without it"
             )
     return trained
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
-    """Rejects models and optimizers by their classes, and if they are offloaded already."""
+    """Rejects a model or optimizer whose class `offload()` does not support, and one that is offloaded already."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -115,39 +117,45 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
     replaced = next(filter(_has_own_step, members), None)
     if replaced is not None:
         raise ConfigError(
-            f"step() of this {type(replaced).__name__} was replaced on the object, and offload() runs the step() of "
-            "its class: use register_step_pre_hook() or register_step_post_hook(), or make it a subclass"
+            f"step() of this {type(replaced).__name__} object was replaced, but offload() runs step() of the class: "
+            "use register_step_pre_hook() or register_step_post_hook(), or override step() in a subclass"
         )
     if not only_planned:
-        # These modules import torch's compiler, which takes seconds; a mere plan needs none of them.
+        # These imports load torch's compiler, which takes seconds. A call that only plans does not need them.
         from memascend.params.module_hooks import has_hooks
         from memascend.session.materialize import is_materialized
         from memascend.session.optimizer import OffloadedOptimizer
 
         if any(isinstance(one, OffloadedOptimizer) for one in members) or has_hooks(model) or is_materialized(model):
-            raise ConfigError("this model or optimizer is offloaded already; close() it first")
+            raise ConfigError("this model or optimizer is offloaded already: call optimizer.close() first")
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
-            f"{type(model).__name__} does not work with offload(), which computes the module itself: give the module "
-            "inside it, on several ranks after torch.distributed.fsdp.fully_shard() on each block and on the model"
+            f"{type(model).__name__} does not work with offload(): pass the module inside it. To train on several "
+            "ranks, first call torch.distributed.fsdp.fully_shard() on each block and on that module"
         )
     _refuse_placed(model)
 
 
 def _refuse_placed(model: torch.nn.Module) -> None:
-    """Rejects weights that accelerate offloaded: they look like parameters on meta, and would be initialised anew."""
+    """Rejects a model whose weights accelerate offloaded.
+
+    Such weights look like parameters on meta, so `offload()` would initialise them again and lose their values.
+    """
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
             raise ConfigError(
-                f"weights of {name or 'the model'} were put on the CPU or on disk by accelerate (device_map=, "
-                "cpu_offload): load the model without device_map=, offload() streams what does not fit"
+                f"accelerate moved weights of {name or 'the model'} to the CPU or to disk (device_map=, cpu_offload): "
+                "load the model without device_map=. offload() itself streams weights that do not fit in memory"
             )
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """True if `step` was replaced on this object; torch's schedulers wrap `step` only to count calls, so they pass."""
+    """True if `step` was replaced on this object.
+
+    torch's schedulers wrap `step` only to count its calls. Such a wrapper is not a replacement.
+    """
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = getattr(step, "__wrapped__", None)
@@ -155,24 +163,26 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:
-    """Rejects an optimizer that owns parameters of another model, or lacks trainable parameters of this one.
+    """Rejects an optimizer that owns foreign parameters, or does not own all trainable parameters of the model.
 
-    `owned` has the ids of the optimizer's parameters, `named` the model's parameters.
+    `named` has the model's parameters, and `owned` has the ids of the optimizer's parameters.
     """
     strangers = owned - {id(parameter) for parameter in named.values()}
     if strangers:
         raise ConfigError(
-            f"the optimizer owns {len(strangers)} parameters that are not this model's; make it from model.parameters()"
+            f"the optimizer has {len(strangers)} parameters that do not belong to this model: make the optimizer from "
+            "model.parameters()"
         )
     orphans = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in owned]
     if orphans:
         raise ConfigError(
             f"the optimizer does not own {len(orphans)} trainable parameters ({', '.join(orphans[:3])}...): freeze "
-            "them with requires_grad_(False), or give them to it, or to another one: offload(model, [one, other])"
+            "these parameters with requires_grad_(False), add them to the optimizer, or make a second optimizer for "
+            "them and pass both optimizers: offload(model, [first, second])"
         )
     if not owned:
         raise ConfigError(
-            "the optimizer owns no parameters of this model, so nothing would be updated: make it from "
+            "the optimizer owns no parameters of this model, so nothing would be updated: make the optimizer from "
             "model.parameters()"
         )
 
@@ -193,17 +203,18 @@ class Subject:
     ) -> None:
         """Checks the arguments of `offload()`; changes nothing.
 
-        `optimizer` is the original, or several optimizers joined as one. `device` computes the model; None: the CPU.
-        `sharding` has this rank's rows of the parameters. If the run resumes with another number of ranks, `earlier`
-        has the stores of the earlier ranks. With `only_planned` the subject needs neither a device nor a store's path.
+        `optimizer` is the user's optimizer, or several optimizers of the user that are joined to one. `device` computes
+        the model; None: the CPU. `sharding` has this rank's rows of the parameters; None: one process has the whole
+        model. If the run resumes with a different number of ranks, `earlier` has the stores of the earlier ranks.
+        With `only_planned`, the call makes only a plan, for which it needs no device and no path of a store.
         """
         self.model = model
         self.original = optimizer
         self.options = options
         self.device = device
-        # True if units pass through chunks in host memory to a device.
+        # True if units are copied to a device through chunks in host memory.
         self.staged = device is not None or (only_planned and options.where.type != "cpu")
-        # True if neither the path of the store nor the free disk space there is known.
+        # True if the store's path is unknown. Then the free disk space for the store is unknown, too.
         self.unplaced = only_planned and options.paths is None
         self.sharding = sharding
         _refuse_kinds(model, optimizer, only_planned=only_planned)
@@ -213,7 +224,10 @@ class Subject:
         )
         require_plain(self.named)
         if options.weights is not None and not any(parameter.is_meta for parameter in self.named.values()):
-            raise ConfigError("weights= is for parameters on meta, and the model has none there: leave it out")
+            raise ConfigError(
+                "weights= gives values to parameters on meta, but this model has no parameters on meta: leave "
+                "weights= out"
+            )
         rows = {} if sharding is None else sharding.rows
         formats = StateFormats(
             state=options.state,
@@ -237,15 +251,15 @@ class Subject:
                 require_unaliased_state(member, self.named, model)
         self.buffers = Buffers(model)
         self.earlier = earlier
-        # `refill` copies the stores of replicas to ranks that have lost their store; `refilled` is `refill` if this
-        # rank has lost its store, else None.
+        # `refill` copies the store of a replica to each rank that has lost its store. `refilled` is `refill` if this
+        # rank has lost its store, and None otherwise.
         self.refill = None if sharding is None else sharding.refill
         self.refilled = self.refill if self.refill is not None and self.refill.source is not None else None
 
     def _embeddings(self, *, sparse: bool = False) -> frozenset[int]:
         """Returns the ids of the weights of all embeddings, or only of embeddings with `sparse` gradients.
 
-        Under `sharding`, they are the ids of this rank's rows, which the optimizer updates.
+        With `sharding`, the ids are those of this rank's rows of these weights, because the optimizer updates the rows.
         """
         modules = [one for one in self.model.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)]
         weights = [module.weight for module in modules if module.sparse or not sparse]
@@ -258,7 +272,7 @@ class Subject:
 
     @property
     def streamed(self) -> dict[str, str]:
-        """The trained parameters that no budget keeps in RAM, each with the name of its optimizer's class.
+        """The trained parameters that are never kept in RAM, each with the name of its optimizer's class.
 
         With durability "none", an update in the RAM tier changes the only copy of a record. An optimizer that is not
         torch's own may raise in the middle of the update, so its parameters stay out of the RAM tier.
@@ -275,9 +289,9 @@ def planned(
     options: Options,
     ranks: int = 1,
 ) -> Decision:
-    """Decides as `offload()` would, from shapes alone; the model may be on "meta", and nothing changes.
+    """Makes the decision of `offload()` from shapes alone. The model may be on "meta", and does not change.
 
-    If several `ranks` shard the model, `options` and the decision are those of one rank.
+    If several `ranks` shard the model, `options` and the returned decision are for one rank.
     """
     with torch.no_grad():
         original = unwrapped(optimizer)
@@ -329,7 +343,8 @@ def _replayed(subject: Subject) -> frozenset[str]:
 def deferrable(subject: Subject, plan: Plan) -> list[str]:
     """Returns the names of the parameters whose updates may be deferred.
 
-    These are streamed parameters that memascend's own kernels update, if gradients are spilled ("auto" and "ssd").
+    Updates of a parameter may be deferred if the parameter is streamed, memascend's own kernels update it, and its
+    gradient may be spilled (`gradients` is "auto" or "ssd").
     """
     if subject.options.gradients not in ("auto", "ssd"):
         return []
@@ -354,8 +369,8 @@ def _records(subject: Subject, units: Sequence[Unit]) -> list[Record]:
                     state=subject.arithmetic.of(parameter).describe() if trained else {},
                     unit=unit.name,
                     order=engines.order_of(meta),
-                    # The store reserves space for spilled gradients in every mode of gradients, because a resume may
-                    # choose another mode.
+                    # The store reserves space for spilled gradients whatever the option `gradients` is, because a
+                    # resume may pass a different value of `gradients`.
                     spill=parameter.dtype if trained else None,
                     format=subject.arithmetic.of(parameter).format if trained else None,
                     first_element=rows[name].first_element if name in rows else None,

@@ -1,4 +1,4 @@
-"""Records loss, seconds and bytes of each step of a run, and plots them with the host memory of each owner."""
+"""Records loss, seconds and bytes of each step of a run, and plots these figures and the host memory of each owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
 
 _MIB = 1 << 20
-# The most steps that a `History` keeps: when it has more, `add` drops every second step.
+# The largest number of steps that a `History` keeps. When it has more steps, `add` drops every second step.
 _POINTS_MAX = 10_000
 
 

@@ -47,47 +47,49 @@ _MATERIALIZED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]:
-    """Makes the parameters real inside a `with` block, with the values of the last committed step.
+    """Gives the parameters their values of the last committed step inside a `with` block.
 
-    The values are in unlinked files, so that a model larger than memory can be inspected and saved. Under
+    The values are in unlinked files, so you can inspect and save a model that is larger than memory. Under
     `fully_shard` the parameters stay DTensors; their local tensors (this rank's rows) are in unlinked files. All ranks
-    enter and leave the block together, with and without `modify`.
+    must enter and leave the block together, with and without `modify`.
 
     Args:
         model: an offloaded model.
-        modify: True writes changed values back in one commit, on all ranks or none. A parameter whose bits did not
-            change keeps its master and its state. If the block replaced a parameter, as `load_state_dict(assign=True)`
-            does, the model's own parameter takes the new one's values and returns to its module. False drops changes at
-            the end, with a warning.
+        modify: True writes changed values back at the end of the block, in one commit on all ranks or on none. A
+            parameter whose bits did not change keeps its master weight and its optimizer state. If the block replaced a
+            parameter, as `load_state_dict(assign=True)` does, the original parameter gets the values of its
+            replacement, and the module gets the original parameter back. False drops changes at the end of the block,
+            with a warning.
 
     Raises:
         UsageError: the model is not offloaded. With `modify`, also: a step is staged; or the block removed a parameter,
-            replaced it by one that does not fit, or gave it memory that other code may write to unseen.
+            replaced it by a parameter that does not fit, or gave it memory that other code may change.
         RankError: another rank failed in the block or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
         raise UsageError(
-            "materialized() within materialized(): the parameters are real already. Leave the inner one out"
+            "materialized() was called inside materialized() on the same model, whose parameters have their values "
+            "already: remove the inner call"
         )
     optimizer = model.__dict__.get("_memascend")
     if optimizer is None:
         raise UsageError(
-            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: give the model "
-            "that offload() returned, before close()"
+            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: pass the model "
+            "that offload() returned, before you call close()"
         )
     session = session_of(optimizer)
     run, attachment, edits = session.run, session.attachment, session.edits
     reshard: Callable[[], object] = int if session.sharding is None else session.sharding.reshard
     units: list[CachedUnit] = []
-    # Without `modify`, checksums find the changed values, which are dropped. With `modify`, `Edits.stage` compares all
-    # values with storage.
+    # Without `modify`, changes are dropped, and these checksums show whether a warning is needed. With `modify`,
+    # `Edits.stage` compares all values with storage.
     checksums: dict[str, str] | None = None if modify else {}
     written: str | None = None
     kept: list[tuple[Place, torch.Tensor]] = []
     slots = _Slots(model)
     with edits.together() if modify else edits.reading() as edit:
         run.require_open()
-        # After a forward without a backward, FSDP2's outermost module still has its gathered parameters.
+        # After a forward without a backward, FSDP2's outermost module still holds its gathered parameters: shard them.
         reshard()
         try:
             with run.residency.turns.alone():
@@ -101,7 +103,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
             attachment.leave()
             run.resources.values_read()
             yield
-            # After a forward in the block, modules still have gathered parameters.
+            # After a forward in the block, modules may still have gathered parameters.
             reshard()
             if modify:
                 run.require_open()
@@ -113,22 +115,23 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
                 if not run.resources.closed:
                     attachment.enter(optimizer)
             _release(run.residency, units)
-            # Reshard after an exception, too: the next forward would compute with parameters gathered in the block.
+            # Reshard after an exception, too. Otherwise the next forward would compute with parameters that were
+            # gathered in the block.
             reshard()
         if not run.resources.closed:
             kept = _settle(edits, edit, values)
-    # User code still holds the memory of `kept`. In a plain model, a write to this memory would change a weight;
-    # `copies` rejects such writes.
+    # User code still refers to the tensors in `kept`. In a plain model, a write to such a tensor would change a weight.
+    # Here the write would not change the weight, so `copies` rejects such writes.
     run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warn(
-            f"the values of {written} were changed within materialized(model), and the changes were dropped: "
-            "materialized(model, modify=True) keeps changes"
+            f"the values of {written} were changed within materialized(model), and the changes were dropped: use "
+            "materialized(model, modify=True) to keep changes"
         )
 
 
 class _Slots:
-    """Remembers which module holds which parameter: code within `materialized()` may replace or remove parameters.
+    """Records which module holds which parameter, as code inside `materialized()` may replace or remove parameters.
 
     A slot is an entry of a module's `_parameters`.
     """
@@ -136,8 +139,8 @@ class _Slots:
     def __init__(self, model: torch.nn.Module) -> None:
         """Records the slots of all offloaded parameters."""
         self.model = model
-        # By the id of a parameter: the parameter, its place (None: this rank has no rows of it), and its slots as
-        # (full name, module, name in the module).
+        # Maps the id of a parameter to a tuple: the parameter, its `Place` (None if this rank has no rows of the
+        # parameter), and its slots as (full name, module, name in the module).
         self._of: dict[int, tuple[torch.nn.Parameter, Place | None, list[tuple[str, torch.nn.Module, str]]]] = {}
         for prefix, module in model.named_modules():
             for short, parameter in module._parameters.items():  # noqa: SLF001
@@ -146,7 +149,7 @@ class _Slots:
                     known[2].append((f"{prefix}.{short}" if prefix else short, module, short))
 
     def replaced(self) -> Iterator[str]:
-        """Yields the names of slots that hold another parameter than at the beginning."""
+        """Yields the names of slots whose parameter was replaced inside the block."""
         for parameter, _, slots in self._of.values():
             for name, module, short in slots:
                 now = module._parameters.get(short)  # noqa: SLF001
@@ -154,14 +157,14 @@ class _Slots:
                     yield name
 
     def restore(self) -> None:
-        """Puts the model's own parameters back into slots that hold replacements; emptied slots stay empty."""
+        """Puts the original parameters back into slots with replacements. Slots that user code emptied stay empty."""
         for parameter, _, slots in self._of.values():
             for _, module, short in slots:
                 if module._parameters.get(short) is not None:  # noqa: SLF001
                     module._parameters[short] = parameter  # noqa: SLF001
 
     def given(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's values of the replacements, by the names of the replaced parameters.
+        """Returns this rank's values of each replacement, under the name of the replaced parameter.
 
         Raises:
             UsageError: a replacement does not fit the parameter, or the slots of one parameter have different values,
@@ -169,8 +172,8 @@ class _Slots:
         """
         modules, there = set(self.model.modules()), set(map(id, self.model.parameters()))
         in_slots = {id(module._parameters.get(short)) for *_, slots in self._of.values() for _, module, short in slots}  # noqa: SLF001
-        # A removed parameter is an error only if the model has new parameters elsewhere, whose values would be lost.
-        # Merging an adapter, for example, only removes parameters.
+        # A removed parameter is an error only if the model has new parameters elsewhere: the values of the new
+        # parameters would be lost. Merging an adapter only removes parameters, so it is allowed.
         are_others = bool(there - self._of.keys() - in_slots)
         found: dict[str, torch.Tensor] = {}
         for parameter, place, slots in self._of.values():
@@ -178,14 +181,22 @@ class _Slots:
             others = [(name, one) for name, one in now if one is not None and one is not parameter]
             if not others:
                 if are_others and id(parameter) not in there:
-                    raise _misfit(slots[0][0], "removed", "change the model before offload(): save() its values")
+                    raise _misfit(
+                        slots[0][0],
+                        "removed",
+                        "to change which parameters the model has, save() it, change a plain model with the saved "
+                        "values, and call offload() again",
+                    )
                 continue
             for name, one in others:
                 _require_fits(name, parameter, one)
             (first, given), *rest = [(name, one) for name, one in now if one is not None]
             for name, one in rest:
                 if one is not given and not same_bits(_rows(one).cpu(), _rows(given).cpu()):
-                    why = f"{first!r} and {name!r} are one parameter, which storage keeps: give both the same values"
+                    why = (
+                        f"{first!r} and {name!r} are one tied parameter, which storage keeps once: give both names "
+                        "the same values"
+                    )
                     raise _misfit(others[0][0], "replaced", why)
             if place is not None:
                 found[place.name] = _rows(others[0][1])
@@ -193,17 +204,22 @@ class _Slots:
 
 
 def _require_fits(name: str, parameter: torch.nn.Parameter, given: torch.nn.Parameter) -> None:
-    """Rejects a replacement `given` that differs from `parameter` in shape, dtype or another trait."""
+    """Rejects a replacement `given` that differs from `parameter` in a property that `_traits` lists."""
     like = [_traits(one) for one in (parameter, given)]
     for wanted, found in zip(*like, strict=True):
         if wanted != found:
-            raise _misfit(name, "replaced", f"it has {wanted}, and the other one {found}: give its values by copy_()")
+            raise _misfit(
+                name,
+                "replaced",
+                f"the parameter has {wanted}, but the replacement has {found}. Copy new values into the parameter "
+                "with copy_()",
+            )
 
 
 def _traits(parameter: torch.nn.Parameter) -> list[str]:
     """Describes, for messages, the properties in which a replacement must equal the parameter that it replaces."""
     of_ranks = isinstance(parameter, DTensor)
-    where = f"{parameter.placements} on {parameter.device_mesh}" if of_ranks else "of one process"  # type: ignore[attr-defined]
+    where = f"placements {parameter.placements} on {parameter.device_mesh}" if of_ranks else "no placements on ranks"  # type: ignore[attr-defined]
     values = "no values" if parameter.is_meta else str(parameter.layout)
     asks = f"requires_grad={parameter.requires_grad}"
     return [f"shape {list(parameter.shape)}", str(parameter.dtype), asks, values, where]
@@ -221,8 +237,8 @@ def _misfit(name: str, what: str, why: str) -> UsageError:
 def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[str, str] | None) -> None:
     """Gives every parameter its values, in an unlinked file.
 
-    Appends each finished unit to `units`, so that `_release` can undo a partial run, and adds the values' checksums to
-    `checksums`, by the parameters' names.
+    Appends each finished unit to `units`, so that `_release` can undo an interrupted call. Unless `checksums` is None,
+    stores in it the checksum of each parameter's values, under the parameter's name.
     """
     for unit in residency.units.all:
         copies = [residency.copy_of(place) for place in unit.places]
@@ -233,7 +249,7 @@ def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[st
             # The next unit needs this unit's slot in the arena.
             residency.units.evict(unit)
             units.append(unit)
-            # `NOBODY` stands for all threads: while it holds the unit, forwards in the block neither read nor evict it.
+            # `NOBODY` counts as a thread that uses the unit, so forwards in the block neither read nor evict the unit.
             unit.count(NOBODY, 1)
             for place, copy in zip(unit.places, copies, strict=True):
                 place.release(copy)
@@ -242,11 +258,11 @@ def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[st
 def _taken(
     slots: _Slots, units: list[CachedUnit], checksums: Mapping[str, str] | None
 ) -> tuple[dict[str, torch.Tensor], str | None]:
-    """Returns the values of all parameters at the end of the block, and the name of a changed parameter, or None.
+    """Returns the values of all parameters at the end of the block, and the name of a parameter that was changed.
 
-    A block without `modify` passes `checksums` of the values at the beginning. Then the name is that of a parameter
-    that was changed or replaced, and the values of replacements are left out. With `modify`, `checksums` and the name
-    are None.
+    With `modify`, `checksums` is None, the values include those of replacements, and the returned name is None.
+    Without `modify`, `checksums` has the checksums of the values at the beginning of the block, and the values do not
+    include those of replacements. The returned name is then None only if no parameter was changed or replaced.
     """
     own: dict[str, torch.Tensor] = {place.name: place.parameter for unit in units for place in unit.places}
     written = None
@@ -259,7 +275,7 @@ def _taken(
 
 
 def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """Stages changed values, if there is an `edit`; returns the values whose memory user code still holds."""
+    """Stages changed values if there is an `edit`; returns the tensors to which user code still refers."""
     kept = set(others_hold(values))
     found = []
     if edit is not None:
@@ -268,31 +284,31 @@ def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) ->
         own = values.pop(place.name)
         if edit is not None:
             edits.stage(edit, place, own)
-        # Without `modify`, user code may have set values of another shape. `copies` need not watch them, as they are no
-        # copy of the weight; `materialized` drops them with a warning.
+        # Without `modify`, user code may have set values of a different shape. `copies` need not watch such values,
+        # because they are not a copy of the weight. `materialized` drops them with a warning.
         if place.name in kept and own.shape == place.shape:
             found.append((place, own))
     return found
 
 
 def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-    """Rejects values in shared or foreign memory: later writes there would change a plain model, but not storage."""
+    """Rejects values in memory that other code uses, because later writes by that code would not reach storage."""
     pair = overlapping([*named.items(), *model.named_buffers()])
     if pair is not None:
         raise UsageError(
-            f"{pair[0]!r} and {pair[1]!r} were made to share memory within materialized(), which storage cannot; "
-            "nothing was changed: give clones to .data"
+            f"{pair[0]!r} and {pair[1]!r} were made to share memory within materialized(), but storage keeps each of "
+            "them separately; nothing was changed: assign clones to .data"
         )
     foreign = find_foreign(named)
     if foreign:
         raise UsageError(
-            f"{foreign[0]!r} was given {FOREIGN} within materialized(), and later writes there would be lost; nothing "
-            "was changed: write the values by copy_(), or give .data a clone()"
+            f"{foreign[0]!r} was given {FOREIGN} within materialized(), and later writes to this memory would be lost; "
+            "nothing was changed: write the values with copy_(), or assign a clone() to .data"
         )
 
 
 def _release(residency: Residency, units: list[CachedUnit]) -> None:
-    """Makes the parameters of `units` placeholders again, the last unit first; an interrupted call can be repeated."""
+    """Turns parameters of `units` into placeholders again, the last unit first. An interrupted call can be repeated."""
     with residency.turns.alone(), residency.lock:
         while units:
             unit = units[-1]
@@ -303,7 +319,7 @@ def _release(residency: Residency, units: list[CachedUnit]) -> None:
 
 
 def _written(units: list[CachedUnit], checksums: Mapping[str, str]) -> str | None:
-    """Returns the name of a parameter whose values, shape, dtype, strides or device changed; None if none did."""
+    """Returns the name of a parameter whose values, shape, dtype, strides or device changed; None without changes."""
     for place in (place for unit in units for place in unit.places):
         values = place.parameter.detach()
         is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
@@ -334,11 +350,11 @@ class Saving:
     def save(self, folder: str | os.PathLike[str], *, among_others: bool = False) -> None:
         """Writes a checkpoint: values and state of the last commit, current options of the groups, current buffers.
 
-        `among_others` also accepts a folder with other files and no earlier checkpoint.
+        With `among_others`, the folder may have other files even if it has no earlier checkpoint.
         """
         own = self._contents()
         facts = self._exchange.together(self._run.metadata.facts, UsageError)
-        # `user_state` may differ between ranks, as data positions and random states do.
+        # `user_state` may differ between ranks: it may have a rank's data position or random state, for example.
         states = self._exchange.all_values(self._run.metadata.user_state)
         if not all(state == states[0] for state in states):
             facts["user_states"] = states
@@ -349,14 +365,14 @@ class Saving:
         missing = self._added_parameters.unsaved(self._run.buffers.names)
         if missing:
             warn(
-                f"{listed(missing)} came to the model after offload(), and the checkpoint in {folder} does not contain "
-                "them: save them beside it, by torch.save() of their values"
+                f"{listed(missing)} were added to the model after offload(), so the checkpoint in {folder} does not "
+                "contain them: save their values separately with torch.save()"
             )
 
     def save_weights(self, folder: Path | None) -> None:
         """Writes only weights and configuration into an existing folder.
 
-        The first rank passes `folder`, the others None.
+        The first rank passes `folder`, and all other ranks pass None.
         """
         own = self._contents(values_alone=True)
         self._write(own, lambda records, fill: save_weights(cast("Path", folder), records, self._model, fill))
@@ -380,7 +396,7 @@ class Saving:
         """Writes the checkpoint's files.
 
         The only process, or the first rank, calls `write`, which creates the files. Each other rank writes its rows
-        into them, or sends the rows to the first rank if it does not reach the folder.
+        into these files. A rank that cannot access the folder sends its rows to the first rank instead.
         """
         sharding, exchange, shares = self._sharding, self._exchange, self._shares
         if sharding is None or shares is None or isinstance(exchange, Alone):
@@ -389,7 +405,7 @@ class Saving:
         line = exchange.line
 
         def do_part() -> bool:
-            """Does this rank's part; returns False if its rows did not arrive."""
+            """Does this rank's part of the writing; returns False if rows did not arrive."""
             try:
                 if not sharding.layout.rank:
                     write(whole_records(own, sharding.rows), partial(shares.fill, own))
@@ -415,4 +431,6 @@ class Saving:
 
 
 def _not_saved(why: str) -> RankError:
-    return RankError(f"the checkpoint was not written, and the earlier one stays: {why}", ranks=())
+    return RankError(
+        f"the checkpoint was not written, and an earlier checkpoint in the folder was not changed: {why}", ranks=()
+    )

@@ -80,90 +80,98 @@ def offload(  # noqa: PLR0913 - options are keywords
     """Moves a model's parameters and an optimizer's state to storage; the training loop continues as before.
 
     The loop needs no changes, and host memory stays within the budget. Results are bit-identical to the same update in
-    memory: for Adam and AdamW on float32 that is torch's with `fused=True`, and 16-bit parameters get fp32 master
-    weights, which plain torch does not have (`master_dtype=None` adds none). docs/how-it-works.md lists all cases.
+    memory: for Adam and AdamW on float32 parameters, to torch's update with `fused=True`. 16-bit parameters get fp32
+    master weights, which plain torch does not have; `master_dtype=None` adds none. docs/how-it-works.md lists all
+    cases.
 
     Args:
         model: any module on the CPU, on meta, or on the device that computes. `offload` returns the same object.
         optimizer: a torch.optim optimizer that owns every trainable parameter of the model. Its existing state moves
-            into the store. Several optimizers (such as Muon and AdamW), each of which owns some of the parameters,
-            become one optimizer: its `step()` steps them all in one commit, and its `members` are the originals.
-        storage: a folder, file or raw block device, or several of them, over which the store is striped; None: a
-            temporary file that ends with the process. "~" is the user's home. A path that ends in "/" is a folder,
-            which is created if it is missing; any other missing path becomes a file.
-        existing: the action if `storage` already has a store. "refuse": raise. "resume": continue from its last
-            committed step, or start a store if there is none. "replace": overwrite it. "previous": drop the last
-            commit, and resume from the one before, after every byte of it was read and checked; this is for a store
-            whose newest commit is damaged, and works until the next step begins. If a run of this process has the store
-            open, "resume" and "replace" close that run, with a warning; "replace" is rejected if that run has another
-            model or optimizer. An empty file is rejected: its contents are lost.
+            into the store. You can also pass several optimizers (such as Muon and AdamW) that together own all
+            trainable parameters. They become one optimizer: `step()` of the returned optimizer steps all of them in one
+            commit, and its `members` are the given optimizers.
+        storage: a folder, file or raw block device, or a list of these, over which the store is striped; None: a
+            temporary file, whose data is lost when the process ends. "~" is the user's home. A path that ends in "/"
+            names a folder, which is created if it is missing; any other missing path becomes a file.
+        existing: the action if `storage` already has a store. "refuse": raise an error. "resume": continue from the
+            store's last committed step, or create a store if there is none. "replace": overwrite the store. "previous":
+            drop the last commit, and resume from the commit before it. Every byte of that earlier commit is first read
+            and checked. "previous" is for a store whose newest commit is damaged, and works until the next step begins.
+            If another run of this process has the store open, "resume" and "replace" close that run, with a warning;
+            "replace" is rejected if that run has a different model or optimizer. An empty file is rejected, because it
+            is probably a store that lost its contents.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None or "default": the smallest budget that keeps disk and compute busy. "auto": the memory
-            that the machine can spare, in whole GiB, divided among its ranks; on a CPU half of it, as torch needs
-            memory there, too. A resume with "auto" takes the store's earlier budget if so much is free. None,
-            "default" and "auto" count as not given: a step that needs more memory gets it. Memory of the budget that
-            streaming does not need keeps parameters with their state in RAM, beginning with the model's first ones;
-            `offload` reads them once.
+            that the machine can spare, in whole GiB, divided among the machine's ranks; if the CPU computes the model,
+            half of that memory, because torch needs memory there, too. A resume with "auto" uses the store's earlier
+            budget if that much memory is free. None, "default" and "auto" are not hard limits: a step that needs more
+            memory gets it. Memory of the budget that streaming does not need keeps parameters and their optimizer state
+            in RAM, beginning with the first parameters of the model; `offload` reads these parameters once.
         device: the device that computes the model: "cpu", "cuda", "cuda:1"; None: CUDA if the machine has it. `offload`
-            moves buffers there; the loop moves batches, as without offloading. The update runs on the CPU.
-        gradients: "fused": the update runs as each gradient appears. "ssd" or "ram": gradients are kept there until
-            `step()`. "auto": `offload` chooses by the habits of the loop that it detects in the first step.
-        nonfinite: the action of `step()` if the norm of all gradients is infinite or NaN. "raise": raise, and change
-            nothing. "skip": drop the step and set `overflowed`. "commit": update, as torch does. A "fused" loop that
-            does not clip knows the norm only after the commit: there "raise" warns. With a loss scale, a step that
-            overflows is always skipped.
+            moves the model's buffers to the device; your loop moves the batches, as it does without offloading. Updates
+            run on the CPU.
+        gradients: "fused": each parameter is updated during the backward, as soon as its gradient is complete. "ssd":
+            gradients are kept on storage until `step()`. "ram": gradients are kept in memory until `step()`. "auto":
+            memascend chooses after the first step, by what the loop did in that step, such as clipping.
+        nonfinite: the action of `step()` if the norm of all gradients is infinite or NaN. "raise": raise an error, and
+            change nothing. "skip": drop the step and set `overflowed`. "commit": update, as torch does. With
+            gradients="fused" and without clipping, the norm is known only after the commit, so "raise" only warns. With
+            a loss scale, a step that overflows is always skipped.
         max_grad_norm: clip the global norm of the gradients to this value in `step()`; None: do not clip.
-        accumulation_steps: number of `backward()` calls per `step()`. With gradients="ssd" or "ram" you need not give
-            it: they take any number of calls.
+        accumulation_steps: number of `backward()` calls per `step()`. gradients="ssd" and "ram" do not need it, as they
+            allow any number of calls.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
         master_dtype: dtype of the master weights of 16-bit parameters; None: no master weights, as in plain torch.
-        units: names of modules, each of which is read and evicted as one; None: `offload` finds them in the model.
+        units: names of modules. The parameters of each module are read and evicted together. None: `offload` chooses
+            modules.
         weights: values for parameters on "meta": a safetensors file, a folder of such files with their index, or a
             function of (name, parameter) that returns a tensor and is called for one parameter at a time. None: the
-            model's own code initialises them, from torch's default generator. A resumed store needs no `weights`.
-        checkpoint: a folder that `OffloadedOptimizer.save` wrote: the run starts with its values, state, options and
-            step. If a store is resumed, `checkpoint` is ignored.
-        scratch: a folder for copies of the weights that `state_dict()` and `materialized()` make, and for the store
-            if `storage` is None; None: beside the store.
+            model's own code initialises these parameters, from torch's default generator. A resumed store needs no
+            `weights`.
+        checkpoint: a folder that `OffloadedOptimizer.save` wrote: the run starts with the checkpoint's values, state,
+            options and step. If a store is resumed, `checkpoint` is ignored.
+        scratch: a folder for the files in which `state_dict()` and `materialized()` copy the weights, and for the store
+            if `storage` is None. None: these files are made beside the store.
         device_memory: with CUDA, a hard budget of device memory for units, and for gradients that wait for their
             update; in bytes or as "8GiB". None: the smallest budget that keeps disk and compute busy. Activations and
             torch's other device memory are not part of it.
-        activations: where checkpointed activations of the model's forward are stored, with the same bits. "device": on
-            the device, as torch does. "host": in pinned host memory within the budget (1 GiB if `host_memory` is None),
-            and in files beyond it. "ssd": in files beside the store, or in `scratch` if that is given. On the CPU,
-            "host" is the same as "device".
-        durability: "step": every step survives a power loss; "none": no step survives before `close()`. Without
-            `storage` it is "none", and `close()` keeps nothing.
-        state: the format of the moments of Adam, AdamW and SGD with momentum. None: as the optimizer has them, exact.
-            "bf16" and "8bit" move fewer bytes and change the numerics. "bf16": 16 bits, with the second moment rounded
+        activations: where checkpointed activations of the model's forward are stored. Their bits do not change.
+            "device": on the device, as torch does. "host": in pinned host memory within the budget (1 GiB if
+            `host_memory` is None), and the rest in files. "ssd": in files beside the store, or in `scratch` if that is
+            given. On the CPU, "host" is the same as "device".
+        durability: "step": every step survives a power loss. "none": steps are kept only after `close()`.
+            Without `storage` the durability is "none", and `close()` keeps nothing.
+        state: the format of the moments of Adam, AdamW and SGD with momentum. None: the optimizer's own format, exact.
+            "bf16" and "8bit" move fewer bytes and change the results. "bf16": 16 bits, with the second moment rounded
             stochastically. "8bit": bitsandbytes' blocks of 8 bits, except for embeddings and parameters of fewer than
             4,096 elements, which keep 32 bits. "fp32": 32 bits, given explicitly. A store can be resumed only in its
             own format; `checkpoint` converts.
-        rounding: "stochastic": 16-bit parameters have no fp32 master weights (`master_dtype=None`), and an update
-            rounds them up or down stochastically, so that small steps are not lost.
+        rounding: "stochastic": 16-bit parameters have no fp32 master weights (`master_dtype=None`). An update rounds
+            the parameters up or down stochastically, so that small updates are not lost.
         seed: seed of stochastic rounding. The store and checkpoints keep it; a resumed run uses the stored seed.
         log_steps: number of steps whose gradients the store's gradient log holds. A parameter kept in RAM is written
-            whole once in as many steps; 0: in every step. None: 16, or as many as fit into half of the free disk space
-            (on a raw device into all of it). A given number that does not fit is rejected.
+            whole once every `log_steps` steps, or with 0 in every step. None: 16 steps, or fewer if the log of 16 steps
+            exceeds half of the free disk space (on a raw device, all of it). A given number that does not fit is
+            rejected.
         reduction: the order in which the gradients of several ranks are added under `fully_shard`. "ordered": in the
             order of ranks, as one process accumulates them, so that the bits do not depend on the number of ranks.
             "native": in the order of torch's backend.
         timeout: seconds that the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
-        The model, and a `memascend.OffloadedOptimizer` that shares the `param_groups` of the original, or has those of
-        several originals in order.
+        The model, and a `memascend.OffloadedOptimizer`. It shares the `param_groups` of the given optimizer. For
+        several given optimizers, it has the groups of all of them in order.
 
     Raises:
         ConfigError: an option, the model, the optimizer or the existing store does not fit; nothing was changed.
         BudgetError: `host_memory` or `device_memory` is too small; `smallest` is the smallest budget that works.
-        MemoryLimitError: the machine or the device does not have the memory that the plan takes.
-        StorageError: storage failed, is full, foreign or in use.
+        MemoryLimitError: the machine or the device does not have the memory that the plan needs.
+        StorageError: storage failed, is full, is in use or has foreign contents.
     """
-    # `Options` has a field for each argument but `model` and `optimizer`.
+    # `Options` has a field for each argument except `model` and `optimizer`.
     given = locals()
     options = Options(**{option.name: given[option.name] for option in fields(Options)})
-    # torch.set_default_device() is meant for the user's tensors, not for tensors that `offload` makes.
+    # The user's torch.set_default_device() must not affect tensors that `offload` makes, which are on the CPU.
     with torch.no_grad(), torch.device("cpu"), contextlib.ExitStack() as undo:
         opened = devices.open_device(options.where)
         original = unwrapped(optimizer)
@@ -176,10 +184,14 @@ def offload(  # noqa: PLR0913 - options are keywords
         undo.pop_all()
     wrap_again(optimizer, offloaded)
     if device is None and opened is not None:
-        _log.info("device: %s, which this machine has; device='cpu' computes without it", opened.torch_device)
+        _log.info(
+            "device: %s, which was found on this machine; pass device='cpu' to compute on the CPU instead",
+            opened.torch_device,
+        )
     if master_dtype is not None and any(subject.named[name].dtype.itemsize == 2 for name in subject.trained):
         _log.info(
-            "16-bit parameters get fp32 master weights, which plain torch does not have; master_dtype=None adds none"
+            "16-bit parameters get fp32 master weights, which plain torch does not have; pass master_dtype=None to "
+            "train without them"
         )
     why = "" if options.host_bytes else ", the smallest that keeps disk and compute busy"
     if own.spare is not None:
@@ -188,8 +200,9 @@ def offload(  # noqa: PLR0913 - options are keywords
     _log.info("host_memory: %s%s; %s", bytes_shown(offloaded.plan.budget), why, moves(offloaded.plan))
     if subject.streamed:
         _log.info(
-            "%d parameters of %s are not kept in RAM by any budget where no step is durable: only torch's own "
-            'optimizers are sure not to fail in the middle of an update; durability="step" keeps them there',
+            "%d parameters of %s are not kept in RAM by any budget, because no step of this run is durable: if an "
+            "optimizer that is not torch's own failed in an update, the only copy of a parameter would be damaged. To "
+            'keep these parameters in RAM, pass storage= and durability="step"',
             len(subject.streamed),
             " and ".join(sorted(set(subject.streamed.values()))),
         )
@@ -197,7 +210,7 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 
 def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
-    """Plans, opens the store, and offloads the parameters; if this fails, `undo` reverts all changes."""
+    """Plans, opens the store, and offloads the parameters. If an error occurs, `undo` reverts all changes."""
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
         assembly = exchange.together(lambda: _prepared(subject, turn, undo))
@@ -212,7 +225,7 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
             session.run.gradients.deferrable = frozenset(left or ())
         session.measurements.log_began(begin_log(store, plan))
         if subject.earlier is not None:
-            # All ranks wait here: afterwards none drops its new store, so the earlier stores can be removed.
+            # All ranks wait here. After this point no rank drops its new store, so the earlier stores can be removed.
             exchange.all_values(None)
         undo.pop_all()
     forget_sources(subject.named.values())
@@ -228,7 +241,7 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
 
 
 def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assembly:
-    """Plans, opens the store, and fills a new one with first values; the model does not change."""
+    """Plans, opens the store, and fills a new store with first values. Does not change the model."""
     sharding, exchange = subject.sharding, exchange_of(subject.sharding)
     decision, first = exchange.together(lambda: _decided(subject, undo))
     opening = None if sharding is None else sharding.opening
@@ -241,8 +254,8 @@ def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assem
     if store.created:
         # If the call fails, `close()` removes the new store.
         undo.callback(store.forsake)
-    # `end_log` overwrites the commit before the newest. If the log of one rank is damaged, all ranks resume from that
-    # commit, so no rank may replay its log before all logs are checked.
+    # `end_log` overwrites the commit before the newest commit. If the log of one rank is damaged, all ranks must resume
+    # from that earlier commit. So no rank may replay its log before all ranks have checked their logs.
     exchange.together(store.check_log)
     engine = exchange.together(lambda: _engine(subject, decision.plan, store, undo))
     # This run has allocated most of its memory, so another run may now read how much memory is free.
@@ -251,7 +264,7 @@ def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assem
 
 
 def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, FirstValues]:
-    """Plans the run; checks the first values before the store is opened, unless the store may be resumed."""
+    """Plans the run. Checks the first values before the store is opened, unless an existing store may be resumed."""
     decision = decide(subject)
     first = FirstValues(subject, undo)
     if not subject.options.resumes:
@@ -260,7 +273,7 @@ def _decided(subject: Subject, undo: contextlib.ExitStack) -> tuple[Decision, Fi
 
 
 def _engine(subject: Subject, plan: Plan, store: Store, undo: contextlib.ExitStack) -> Engine:
-    """Allocates the memory of the RAM tier, and of the engine with its chunks."""
+    """Allocates the memory of the RAM tier, and makes the engine with its chunks."""
     store.hold(plan.ram_tier, registered=subject.device is not None)
     engine = engines.Engine(
         store,
@@ -281,7 +294,7 @@ def _begun(
     opened: tuple[Store, Engine],
     undo: contextlib.ExitStack,
 ) -> Assembly:
-    """Fills a new store, or restores the run from an existing one: log, RAM tier, buffers and options."""
+    """Fills a new store, or restores log, RAM tier, buffers and options of the run from an existing store."""
     options, plan = subject.options, decision.plan
     store, engine = opened
     end_log(store, engine)
@@ -299,7 +312,7 @@ def _begun(
     first.drop_sources()
     folders = folders_of(options)
     if not folders and not options.paths:
-        # The folder that contained the temporary store was removed, so use its parent.
+        # The folder that contained the temporary store was removed, so use the parent of that folder.
         folders = [Path(store.info()["devices"][0]).parents[1]]
     resources = _resources(subject, plan, opened, folders, undo)
     return Assembly(subject, decision, resources, given, folders[0] if folders else None)

@@ -1,4 +1,4 @@
-"""Opens the store of a run and writes its first values; closes a run that has the store open already."""
+"""Opens a run's store and writes its first values; closes an earlier run of this process that has the store open."""
 
 from __future__ import annotations
 
@@ -39,18 +39,23 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 
-    # Provides the first values of a store: `check` runs before anything is written, then each parameter is read once.
+    # The source of a store's first values. `check` of the source is called before anything is written. Then each
+    # parameter is read once.
     ValueSource = ModelValues | CheckpointValues | EarlierValues | Refill
 
 
-# The optimizers of this process that `offload()` returned; closed ones stay until they are collected.
+# The optimizers of this process that `offload()` returned. A closed optimizer stays in this set until Python collects
+# it.
 RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def holds(run: OffloadedOptimizer, paths: Sequence[str]) -> str | None:
-    """Returns the file of the run's store if the store is open in this process at one of `paths`, else None."""
+    """Returns the file of the run's store, or None.
+
+    The result is None if the store is not open in this process, or if the file is not at one of `paths`.
+    """
     resources = session_of(run).run.resources
-    # A forked child must not call the store: its locks may be held by a thread that exists only in the parent.
+    # A forked child must not call the store: a thread that exists only in the parent may hold the store's locks.
     is_passed_over = resources.closed or resources.process.is_elsewhere
     files = [] if is_passed_over else [os.fspath(file) for file in resources.store.info()["devices"]]
     return next((file for file in files for path in paths if _is_at(file, path)), None)
@@ -59,7 +64,8 @@ def holds(run: OffloadedOptimizer, paths: Sequence[str]) -> str | None:
 def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
     """Closes the run of this process that has the store open, with a warning.
 
-    Raises an error, and leaves that run open, if `existing` does not allow it or the store does not fit this call.
+    Raises an error, and leaves that run open, if `existing` does not allow closing the run, or if the store does not
+    fit this call.
     """
     existing, paths = subject.options.existing, subject.options.paths or ()
     for run in list(RUNS):
@@ -68,8 +74,8 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
             continue
         if existing not in ("resume", "replace"):
             raise StorageError(
-                f"{file}: a run of this process has this store open: end it by optimizer.close(), or give offload() "
-                'existing="resume" or "replace", which do so',
+                f"{file}: another run of this process has this store open: call optimizer.close() of that run, or "
+                'pass existing="resume" or "replace", with which offload() closes that run',
                 errno=errno.EBUSY,
                 path=file,
             )
@@ -78,12 +84,12 @@ def _close_holders(subject: Subject, records: list[engines.Record]) -> None:
         try:
             run.close()
         except UsageError as error:
-            # The run is closed nevertheless. Its error (such as a write to a copy of its weights) becomes a part of the
-            # warning, because this call did not cause it.
+            # `run` is closed despite this error. The error (such as a write to a copy of the weights of `run`) is added
+            # to the warning below, because the present call of `offload()` did not cause it.
             unkept = f"; {error}"
         warn(
-            f"{file}: a run of this process had this store open and was closed at step {run.steps}; its model cannot "
-            f"be used any more (call optimizer.close() before offload() to be without this warning){unkept}"
+            f"{file}: a run of this process had this store open and was closed at step {run.steps}; the model of that "
+            f"run cannot be used any more (call optimizer.close() before offload() to avoid this warning){unkept}"
         )
 
 
@@ -109,25 +115,25 @@ def _require_fits(subject: Subject, records: list[engines.Record], store: Store)
     if subject.options.existing == "replace":
         if difference is not None:
             raise ConfigError(
-                f"the store at {where} is that of another model's run, which this process has open at step "
-                f"{store.step} ({difference}), and existing='replace' would destroy it; nothing was changed, and that "
-                "run continues: name another storage=, or call its optimizer.close() first"
+                f"the store at {where} belongs to a run of a different model, which this process has open at step "
+                f"{store.step} ({difference}), and existing='replace' would destroy that run. Nothing was changed, and "
+                "that run continues: pass a different storage=, or call optimizer.close() of that run first"
             )
-        # The same model and optimizer, as when a notebook's cell runs again: `existing="replace"` may close the run.
+        # The store fits this model and optimizer, as when a notebook's cell runs again: "replace" may close its run.
         return
     _require_format(store, records)
     if difference is not None:
         raise ConfigError(
-            f"the store at {where} does not fit: {difference}; nothing was changed, and the run that has it open "
-            "continues: resume with the model and the optimizer that it was made for, or give existing='replace' to "
-            "begin anew"
+            f"the store at {where} does not fit: {difference}. Nothing was changed, and the run that has the store "
+            "open continues: resume with the model and the optimizer of that run, or call optimizer.close() of that "
+            "run and pass existing='replace' to overwrite the store"
         )
     subject.arithmetic.require_members(store.hyperparameters, f"the store at {where}")
     require_as_many(subject.original.param_groups, (store.hyperparameters or {}).get("groups"))
 
 
 def open_store(subject: Subject, records: list[engines.Record]) -> Store:
-    """Opens or creates the store; if another run of this process has it open, closes that run first."""
+    """Opens or creates the store; if another run of this process has the store open, closes that run first."""
     options = subject.options
     paths = list(options.paths or ())
 
@@ -150,7 +156,7 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
             if error.errno != errno.EBUSY:
                 raise
         if store is None:
-            # A dropped model is part of reference cycles: collecting it closes its run.
+            # A model that user code has dropped may be part of reference cycles. Collecting the model closes its run.
             gc.collect()
             # `_close_holders` is called outside of the `except` block, because `close()` does not check copies of
             # weights while an exception is handled.
@@ -168,21 +174,21 @@ def open_store(subject: Subject, records: list[engines.Record]) -> Store:
 
 
 def _require_whole(store: Store) -> None:
-    """Rejects and closes a store of one of several ranks, as this process needs the store of a whole model."""
+    """Rejects and closes a store of a run with several ranks, because the present run has only one process."""
     info = store.info()
     if info["ranks"] is not None:
         store.end()
         store.close()
         if info["ranks"] == 1:
             raise ConfigError(
-                f"the store at {info['devices'][0]} is that of rank {info['rank']} of several ranks that each have all "
-                "rows, and this is one process: start all of them as before, call optimizer.save(folder), and begin "
-                "with checkpoint=folder; nothing was changed"
+                f"the store at {info['devices'][0]} belongs to rank {info['rank']} of a run with several ranks, but "
+                "this run has only one process. Start all ranks as before and call optimizer.save(folder); then start "
+                "the one process with checkpoint=folder. Nothing was changed"
             )
         raise ConfigError(
-            f"the store at {info['devices'][0]} is that of rank {info['rank']} of {info['ranks']}, and this is one "
-            "process: give the folder that has the stores of all ranks, from which one process can resume, or start "
-            f"{info['ranks']} ranks; nothing was changed"
+            f"the store at {info['devices'][0]} belongs to rank {info['rank']} of {info['ranks']}, but this run has "
+            "only one process. Pass the folder that has the stores of all ranks, from which one process can resume, "
+            f"or start {info['ranks']} ranks. Nothing was changed"
         )
 
 
@@ -192,15 +198,16 @@ def _require_format(store: Store, records: list[engines.Record]) -> None:
     asked = options_of_formats(record.format for record in records)
     if there != asked:
         raise ConfigError(
-            f"the store at {store.info()['devices'][0]} was made with {there}, and this call asks for {asked}: pass "
-            f"{there} to resume it; or convert it: resume it so, call optimizer.save(folder), and begin "
-            f"another store with offload(checkpoint=folder, {asked}). Nothing was changed"
+            f"the store at {store.info()['devices'][0]} was made with {there}, but this call asks for {asked}. To "
+            f"resume the store, pass {there}. To convert the store, resume it with {there}, call "
+            f"optimizer.save(folder), and start a new store with offload(checkpoint=folder, {asked}). Nothing was "
+            "changed"
         )
 
 
 def _hyperparameters(store: Store) -> dict[str, Any]:
-    """Returns the hyperparameters of the last commit; rejects a value that `Metadata.hyperparameters` never makes."""
-    # `store.user_state` raises if its text is no JSON.
+    """Returns the hyperparameters of the last commit; rejects hyperparameters that memascend cannot have written."""
+    # `store.user_state` raises an error if the stored text is not JSON.
     stored, _ = store.hyperparameters or {}, store.user_state
     if isinstance(stored, dict):
         groups = stored.get("groups", [])
@@ -214,7 +221,7 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
 
 
 def end_log(store: Store, engine: Engine) -> None:
-    """Replays the gradient log of a store that was not closed, which brings all records to the last step."""
+    """Replays the gradient log of a store that was not closed, so that all records have the state of the last step."""
     steps = store.info()["log_steps"]
     if not steps:
         return
@@ -225,15 +232,15 @@ def end_log(store: Store, engine: Engine) -> None:
 
 
 def begin_places(store: Store, names: Sequence[str]) -> Sequence[str] | None:
-    """Reserves a second place on storage for the gradients of `names`, so that their updates may be deferred.
+    """Reserves a second place on storage for each gradient of `names`, so that updates of `names` may be deferred.
 
     Returns `names`, or None if the disk has too little free space.
     """
     if not names or store.keep_places(names):
         return names
     _log.warning(
-        "no disk space for second places of %d gradients: if step() needs the norm of all gradients first, their "
-        "updates wait for it and then run alone",
+        "too little disk space to defer the updates of %d parameters to the next step: a step() that clips gradients "
+        "takes longer. Free disk space before the next start",
         len(names),
     )
     return None
@@ -243,13 +250,17 @@ def begin_log(store: Store, plan: Plan) -> Plan:
     """Reserves disk space for the gradient log of parameters kept in RAM; returns the plan with the log that fits."""
     steps = store.keep_log(plan.logged, plan.log_steps) if plan.log_steps else 0
     if steps < plan.log_wanted:
-        instead = f"one of {steps} steps" if steps else "none, so parameters kept in RAM are written whole each step"
-        _log.warning("no disk space for a gradient log of %d steps: it is %s", plan.log_wanted, instead)
+        instead = f"only {steps} steps" if steps else "no steps, so parameters kept in RAM are written whole each step"
+        _log.warning(
+            "no disk space for a gradient log of %d steps: the log holds %s. Free disk space before the next start",
+            plan.log_wanted,
+            instead,
+        )
     return plan.logging(steps, store.info()["log_bytes"]) if plan.log_steps else plan
 
 
 class FirstValues:
-    """Fills a new store with first values, after checking them; or reads the values back from an existing store."""
+    """Checks first values and writes them to a new store, or reads values back from an existing store."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
         """Opens `weights=`, and gives memory to buffers on meta; `undo` reverts all changes if the call fails."""
@@ -265,7 +276,7 @@ class FirstValues:
         undo.callback(self._meta_buffers.uninstall)
 
     def prepare(self, *, created: bool) -> None:
-        """Raises every error of the first values before anything is written; `created`: the store is new."""
+        """Checks the first values before anything is written; `created`: the store is new."""
         subject = self._subject
         if created:
             self._source = self._found()
@@ -311,11 +322,13 @@ class FirstValues:
                     engine.fill(name, values, state, step=step)
                     waiting += values.nbytes + sum(tensor.nbytes for tensor in state.values())
                     if waiting >= decision.plan.queue_bytes:
-                        # The engine holds values until they are written, and `queue_bytes` bounds them.
+                        # The engine keeps these values in memory until they are written, and `queue_bytes` limits this
+                        # memory. So wait until all values are written.
                         engine.finish()
                         waiting = 0
                     progress.add(values.nbytes + sum(tensor.nbytes for tensor in self._described(name).values()))
-            # Buffers are filled in sorted order, because a replica that refills this store sends them in that order.
+            # Buffers are filled in sorted order, because a replica that refills this store sends the buffers in sorted
+            # order.
             for name in sorted(subject.buffers.names):
                 target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
@@ -335,5 +348,5 @@ class FirstValues:
         return _hyperparameters(store)
 
     def drop_sources(self) -> None:
-        """Drops the sources of the values, which unmaps their files."""
+        """Drops the sources of the first values, so that the files of the sources are unmapped."""
         self._source = self._weights = None

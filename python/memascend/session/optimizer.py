@@ -1,4 +1,4 @@
-"""Defines the optimizer that `offload()` returns: backward stages a step, `step()` commits, `zero_grad()` discards."""
+"""Defines the optimizer that `offload()` returns. Its `step()` commits a step; `zero_grad()` drops gradients."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """The `state` of the original and of the returned optimizer: an empty mapping whose lookups raise UsageError.
+    """The `state` attribute of the original and the returned optimizer: an empty mapping. Lookups raise UsageError.
 
-    Libraries that move a state to a device iterate over its items, and find none here.
+    Libraries that move optimizer state to a device iterate over the items of `state`, and find no items here.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -40,7 +40,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, parameter: object) -> NoReturn:
         self._resources.require_open()
         raise UsageError(
-            "the optimizer's state is on storage: state_of(parameter) of the optimizer that offload() returned reads it"
+            "the optimizer's state is on storage: call state_of(parameter) of the optimizer that offload() returned"
         )
 
     __delitem__ = __getitem__
@@ -52,7 +52,7 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
         refuse_other_state()
 
     def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Raises UsageError; `clear()` calls this method, so it raises, too."""
+        """Raises UsageError. `clear()` calls `popitem()`, so `clear()` raises UsageError, too."""
         return self[None]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -63,10 +63,10 @@ class StoredState(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 def refuse_other_state() -> NoReturn:
-    """Raises the error of an assignment to the state; it names two ways to begin with other state."""
+    """Raises the UsageError for an assignment to `state`. The message names two ways to start with different state."""
     raise UsageError(
-        "the optimizer's state is on storage and cannot be replaced: give the optimizer that holds the other state "
-        "to offload(), or begin from a checkpoint, offload(checkpoint=...)"
+        "the optimizer's state is on storage and cannot be replaced: pass the optimizer that has the new state to "
+        "offload(), or start from a checkpoint with offload(checkpoint=...)"
     )
 
 
@@ -78,14 +78,14 @@ def session_of(optimizer: OffloadedOptimizer) -> Session:
 class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """A torch optimizer whose parameters and state are on storage; `memascend.offload()` makes it.
 
-    It shares the original's `param_groups`, so a scheduler works whether it was made for the original or for this
-    optimizer: see `schedule`.
+    It shares the `param_groups` of the original optimizer. So you may make schedulers for the original optimizer or for
+    this optimizer; see `schedule`.
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
         """Takes the place of `original` in the loop, and passes calls on to `session`."""
-        # torch's constructor gets only the first group, because it rejects groups of which only some have parameter
-        # names.
+        # torch's constructor gets only the first group, because the constructor rejects a list in which some groups
+        # have parameter names and other groups do not.
         super().__init__(original.param_groups[:1], original.defaults)
         # Both optimizers share this list and its dicts, so that an option set on either optimizer is set on both.
         self.param_groups = original.param_groups
@@ -100,8 +100,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._optimizer_step_pre_hooks = before[0] if len(before) == 1 else JoinedHooks(before)
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
         self._state = StoredState(session.run.resources)
-        # The callback must not refer to the model or to this optimizer: `finalize` would keep both alive until the
-        # interpreter ends.
+        # The callback must not refer to the model or to this optimizer: `finalize` keeps the callback and every object
+        # that it refers to alive until the interpreter ends.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
     # --- the loop --------------------------------------------------------------------
@@ -125,7 +125,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch sets this mark when an optimizer steps. A scheduler made for an original warns if the mark is missing.
+        # torch sets this mark when an optimizer steps. A scheduler that was made for one of the original optimizers
+        # warns if that optimizer has no mark.
         for member in self.members:
             member._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
         self._session.step((self, *self.members))
@@ -138,17 +139,17 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         schedulers, so a run that is killed at any moment resumes with the right rates. The loop must not call
         `scheduler.step()`. A step that overflows, has no gradients or fails advances no scheduler.
 
-        At a resume, and at a start from a checkpoint, the call restores the schedulers and the options that they set.
-        Call it once, with all schedulers, before the first step; a later call replaces the schedulers.
+        At a resume, and at a start from a checkpoint, `schedule` restores the schedulers and the options that they set.
+        Call `schedule` once, with all schedulers, before the first step; a later call replaces the schedulers.
 
         Args:
             schedulers: schedulers of torch.optim.lr_scheduler, or objects with the same methods, made for the original
                 optimizer or for this one, before or after offload(). `step()` advances them in this order.
-            restore: False keeps the state that the schedulers have, and ignores the stored one.
+            restore: False keeps the state that the schedulers have, and ignores the stored state.
 
         Raises:
             ConfigError: a scheduler needs a metric, belongs to another optimizer or has a state that JSON cannot hold;
-                or its class or arguments differ from the stored run's. Nothing was changed.
+                or the class or arguments of a scheduler differ from those in the stored run. Nothing was changed.
             UsageError: a step is staged.
         """
         if not schedulers:
@@ -182,38 +183,39 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         The result is bit-identical to `for batch in batches: (loss_of(batch) * scale).backward()`. In such a loop, each
         micro-batch reads all weights, and writes and reads the sums of gradients. With `by_layer`, each unit (such as a
         transformer block) computes all micro-batches before the next unit begins, so each weight is read once and each
-        sum written once. Each micro-batch then has random numbers of its own: the result is bit-identical to that loop
-        with `torch.manual_seed(seed)` before each `loss_of`, with seeds drawn from torch's default generator before the
-        first `loss_of`.
+        sum written once. With `by_layer`, each micro-batch also gets its own random seed. The seeds are drawn from
+        torch's default generator before the first `loss_of`. The result is bit-identical to the loop above with
+        `torch.manual_seed(seed)` before each `loss_of`.
 
-        The first call with `by_layer` computes one micro-batch after the other and records the order of units. If
-        layers cannot be shared, all calls compute one micro-batch after the other, and the log gives the reason:
-        several ranks, your hook on accumulated gradients, existing gradients, or an attribute or buffer of a module (as
-        in BatchNorm) that changed between micro-batches of the first call.
+        The first call with `by_layer` computes one micro-batch after the other and records the order of units. If the
+        model cannot be computed by layer, all calls compute one micro-batch after the other, and a log message gives
+        the reason. The reasons are: several ranks share the model; your code has a hook on accumulated gradients;
+        gradients existed before the call; or an attribute or buffer of a module (as in BatchNorm) changed between
+        micro-batches of the first call.
 
         Args:
             loss_of: called with each micro-batch; returns its loss, or a tuple that begins with the loss.
             batches: the micro-batches of the step.
             scale: factor of each loss before its backward, such as 1 / len(batches) for a mean.
-            by_layer: True runs the micro-batches in turns, block by block. With it you promise that neither `loss_of`
-                nor the model carries data from one micro-batch to the next, or passes data in other ways than by
-                arguments and results. Code that breaks the promise may compute wrong gradients without an error.
+            by_layer: True computes all micro-batches in each block before the next block. You then promise two things:
+                `loss_of` and the model carry no data from one micro-batch to the next, and modules pass data only by
+                arguments and results. Code that breaks this promise may compute wrong gradients without an error.
 
         Returns:
             The results of `loss_of`, detached, in order.
 
         Raises:
-            UsageError: by layer, gradients arrived in another order, or a weight was written to; all gradients of the
-                call are dropped.
+            UsageError: with `by_layer`, gradients arrived in an unexpected order, or a weight was changed in place. All
+                gradients of the call are dropped.
         """
         return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the kept gradients by `torch.nn.utils.clip_grad_norm_`, with the bits of torch; returns their norm."""
+        """Clips gradients with `torch.nn.utils.clip_grad_norm_`, bit-identically; returns the norm before clipping."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         sharding = self._session.sharding
         if sharding is not None:
-            # The norm is taken over the rows of all ranks.
+            # The norm is computed over the rows of all ranks.
             parameters = [sharding.leaf_of(parameter) for parameter in parameters]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -225,18 +227,18 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StoredState:
-        """An empty mapping, as the state is on storage: `state_of()` reads the state of a parameter.
+        """An empty mapping, because the state is on storage: `state_of()` reads the state of a parameter.
 
         Raises:
             UsageError: torch's get_optimizer_state_dict() or set_optimizer_state_dict() reads this property.
         """
-        # If the state is empty, these functions run step() to create it, and so would change the run.
+        # If `state` is empty, these torch functions call step() to create state. That call would change the run.
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":  # noqa: SLF001
             raise UsageError(
-                "the optimizer's state is on storage, and torch's get_optimizer_state_dict(), get_state_dict() and "
-                "set_optimizer_state_dict() move none of it: call optimizer.save(folder), on every rank, to write "
-                "values and state, and offload(checkpoint=folder) to begin from them; get_model_state_dict() returns "
-                "the values"
+                "the optimizer's state is on storage, so torch's get_optimizer_state_dict(), get_state_dict() and "
+                "set_optimizer_state_dict() cannot read or set it. Call optimizer.save(folder) on every rank to write "
+                "values and state, and offload(checkpoint=folder) to start from that checkpoint; "
+                "get_model_state_dict() returns the values"
             )
         return self._state
 
@@ -255,7 +257,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def overflowed(self) -> bool:
-        """True if the last step was skipped because a gradient or their norm was not finite.
+        """True if the last step was skipped because a gradient, or the norm of all gradients, was not finite.
 
         Only a loss scale or `nonfinite="skip"` skips steps. A skipped step commits nothing, and advances no scheduler
         of `schedule()`.
@@ -283,7 +285,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The memory plan of the run, including memory that was added since."""
+        """The memory plan of the run, including memory that steps have added to the plan."""
         return self._session.measurements.plan
 
     def report(self) -> Report:
@@ -291,7 +293,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return self._session.report()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Reads a parameter's state from storage; returns a dict by torch's names, with its `master` weight, if any."""
+        """Reads a parameter's state from storage; the dict has torch's names, and "master" for a master weight."""
         return self._session.state_of(parameter)
 
     @contextlib.contextmanager
@@ -302,8 +304,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         keeps its master weight. After an exception nothing is committed. All ranks enter and leave the block together.
 
         Args:
-            parameters: one parameter of the model, for which the block gets a tensor; or several, for which it gets a
-                list of tensors.
+            parameters: one parameter of the model, for which the block gets a tensor; or several parameters, for which
+                the block gets a list of tensors.
 
         Raises:
             ConfigError: `parameters` are not parameters of the offloaded model.
@@ -316,8 +318,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         else:
             if not isinstance(parameters, Iterable):
                 raise ConfigError(
-                    "edit() takes parameters of the offloaded model: pass one of them, or a list, as "
-                    "module.parameters() for all of one (within materialized() they are real already)"
+                    "edit() takes parameters of the offloaded model: pass one parameter or a list of parameters, such "
+                    "as module.parameters(). Inside materialized(), write to the parameters directly"
                 )
             with self._session.edits.values(list(parameters)) as several:
                 yield several
@@ -325,8 +327,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes a whole checkpoint: weights for `from_pretrained` and other tools, state and options to resume from.
 
-        Weights and state are those of the last step; options and buffers are the current ones. Call `save` between
-        steps; `offload(checkpoint=folder)` resumes bit-identically.
+        The checkpoint has the weights and the state of the last step, and the current options and buffers. Call `save`
+        between steps; `offload(checkpoint=folder)` resumes bit-identically.
 
         The checkpoint is streamed, so that memory does not grow with the model. It is written under another name beside
         `folder`, flushed and renamed: after a crash, `folder` has either the earlier checkpoint or the new one. Other
@@ -343,7 +345,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             UsageError: a step is staged.
             ConfigError: the folder has other contents.
             StorageError: the disk is full, or the device failed; an earlier checkpoint is unchanged.
-            RankError: another rank failed, with its message; an earlier checkpoint is unchanged.
+            RankError: another rank failed; the message has the error of that rank. An earlier checkpoint is unchanged.
         """
         self._session.saving.save(folder)
 
@@ -365,8 +367,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the options of the groups from a state dict of the run's present position.
 
-        The state dict must be of this store, at its present number of committed steps. Before the first step of a run
-        that began from a checkpoint, it may also be of the run that wrote the checkpoint, at that checkpoint's step.
+        The state dict must be of this store, at its present number of committed steps. If the run began from a
+        checkpoint and has made no step yet, a state dict of the run that wrote the checkpoint also fits, if the state
+        dict is of the checkpoint's step.
 
         Raises:
             UsageError: the state dict is of another position, or not of an offloaded optimizer; or this optimizer is
@@ -379,11 +382,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             group.update({name: value for name, value in options.items() if name != "params"})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises UsageError: groups can be added only before offload(). torch's constructor calls it, too."""
+        """Raises UsageError, except in torch's constructor: the user can add groups only before offload()."""
         if hasattr(self, "_session"):
             raise UsageError(
-                "parameters cannot be added to an offloaded optimizer: its store is made. Add the group before "
-                "offload()"
+                "parameters cannot be added to an offloaded optimizer: the store is made for the present parameters. "
+                "Add the group before offload()"
             )
         super().add_param_group(param_group)
 
@@ -397,9 +400,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     def close(self) -> None:
         """Keeps the last commit of `step()`, drops uncommitted changes, frees all memory. A second call does nothing.
 
-        Buffers that changed since the last step, such as by `torch.optim.swa_utils.update_bn`, are added to the last
-        commit. These changes are lost, with a warning, if a forward in training mode with gradients ran after the last
-        step (a resume repeats that forward), or if the run has several ranks.
+        Changes of buffers since the last step (for example, by `torch.optim.swa_utils.update_bn`) are added to the last
+        commit. These changes are lost, with a warning, in two cases: a forward in training mode with gradients ran
+        after the last step (a resume repeats that forward), or the run has several ranks.
         """
         self._session.close()
         self._finalizer.detach()

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 
-# torch's own setter of `.data`, from before `process_hooks` replaces the property of parameters.
+# torch's own setter of `.data`, read before `process_hooks` replaces the property `data` of parameters.
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_WHERE = "is on storage: use the optimizer that offload() returned, and its state_of(p)"
+_WHERE = "is on storage: call state_of(p) of the optimizer that offload() returned"
 
 
 def require_unaliased_state(
@@ -31,7 +31,7 @@ def require_unaliased_state(
     """Rejects state whose memory, or whose dict, other code refers to: that code would see old values during the run.
 
     Raises:
-        ConfigError: names the parameter and a remedy; nothing was changed.
+        ConfigError: other code refers to state; the message names the parameter and a remedy. Nothing was changed.
     """
     state = optimizer.state
     states = {name: state[parameter] for name, parameter in named.items() if parameter in state}
@@ -47,14 +47,14 @@ def require_unaliased_state(
     # Drop this function's own references, which the counts below would include.
     states.clear()
     key = object()
-    # The reference count of a dict that only a mapping holds.
+    # The reference count of a dict to which only one mapping refers.
     alone = _references({key: {}}, key)
     held = held_for_good(names, lambda name: _references(optimizer.state, named[name]) > alone)
     if held:
         raise ConfigError(
-            f"the optimizer's state of {held[0]} is also kept outside of the optimizer: a variable, or a result of its "
-            "state_dict(), refers to the very dict optimizer.state[p], and would keep old values during the "
-            "run: delete it, or take it from the optimizer that offload() returns"
+            f"the optimizer's state of {held[0]} is also used outside of the optimizer: a variable, or a result of "
+            "state_dict(), is the same dict as optimizer.state[p], and would have old values during the run. Delete "
+            "that variable or result, and call state_of(p) of the optimizer that offload() returns instead"
         )
 
 
@@ -63,17 +63,17 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Empties the original's state, and makes later accesses raise.
+    """Empties the state of the original optimizer, and makes later accesses to the state raise UsageError.
 
     A tensor of the old state that other code still refers to raises on access, too.
     """
     state = optimizer.state
     # Counts in how many states and attributes of the optimizer each value occurs. A value that occurs several times,
-    # such as a table, is shared, and keeps its memory.
+    # such as a table, is shared, so this function does not take the memory of such a value.
     common = Counter(id(value) for own in state.values() for value in own.values())
     if state:
         common.update(2 * [id(one) for value in attributes_of(optimizer).values() for one in reached_from(value)])
-    # The reference count of a tensor that only a mapping holds.
+    # The reference count of a tensor to which only one mapping refers.
     alone = _references({0: torch.empty(1, device="cpu")}, 0)
     for own in state.values():
         for key in own:
@@ -88,7 +88,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
 
 
 def _take_memory(tensor: torch.Tensor, key: str) -> None:
-    """Replaces a tensor's memory by an empty one that raises on access; the store has the values."""
+    """Replaces a tensor's memory by empty memory that raises an error on access. The store has the tensor's values."""
     nothing = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
     torch._C._set_storage_access_error_msg(nothing, f"this tensor was {key} of an optimizer, whose state {_WHERE}")  # noqa: SLF001
     _SET_DATA(tensor, nothing)
@@ -102,5 +102,6 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer.state, StoredState):
         raise UsageError(
             "this optimizer was given to offload(), and its state is on storage: call state_dict(), load_state_dict() "
-            "or save() of the optimizer that offload() returned; or load into this one before offload()"
+            "or save() of the optimizer that offload() returned. To load a state dict into this optimizer, do it "
+            "before offload()"
         )

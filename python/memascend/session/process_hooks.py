@@ -37,7 +37,7 @@ _LISTED: list[Any] = torch.utils._foreach_utils._foreach_supported_types  # noqa
 
 
 class ProcessHooks:
-    """A run's share in the process-wide hooks: the first share installs them, and the last `release` removes them."""
+    """A run's share in the process-wide hooks. The first share installs the hooks; the last `release` removes them."""
 
     _lock = threading.Lock()
     _shares: ClassVar[set[ProcessHooks]] = set()
@@ -68,8 +68,9 @@ def _install(undo: contextlib.ExitStack) -> None:
         register_optimizer_step_pre_hook(_refuse_foreign_step),
     ):
         undo.callback(handle.remove)
-    # torch uses foreach kernels only for types in this list, compared exactly. On a GPU, the norm by a foreach kernel
-    # has other bits than the norm of single tensors, and clipping must have torch's bits.
+    # torch uses foreach kernels only for tensors whose exact type is in this list. On a GPU, torch clips plain
+    # gradients with foreach kernels, whose norms differ in their bits from the norms of single tensors. Clipping of
+    # gradient handles must have the same bits.
     _LISTED.append(GradientHandle)
     undo.callback(_LISTED.remove, GradientHandle)
     undo.enter_context(replaced(_Module, "__deepcopy__", copy_module))
@@ -81,17 +82,17 @@ def _install(undo: contextlib.ExitStack) -> None:
 
 
 def _of_a_copy(method: Callable[..., Any]) -> Any:
-    """Wraps a method of parameters that hands out memory: for a parameter that is materialized, it returns a copy.
+    """Wraps a method that gives access to a parameter's memory. The wrapper copies a materialized parameter first.
 
-    Inside a forward, materialized parameters have their plain class, so `Placeholder` cannot intercept the call. The
-    compilers of torch are exempt: they must see the parameter itself.
+    Inside a forward, materialized parameters have their plain class, so `Placeholder` cannot intercept the call. Calls
+    from torch's compilers get the parameter itself, because the compilers must see it.
     """
 
     @functools.wraps(method)
     def given(parameter: torch.nn.Parameter, *args: Any, **options: Any) -> Any:
         place: Any = parameter.__dict__.get("_memascend")
-        # Placeholders have methods of their own. Under `fully_shard`, `place.parameter` is this rank's rows, not the
-        # model's DTensor.
+        # A `Placeholder` needs no copy here, because that class overrides `method` itself. Under `fully_shard`,
+        # `place.parameter` is this rank's rows, not the model's DTensor.
         is_real = place is not None and place.parameter is parameter and not isinstance(parameter, Placeholder)
         if is_real and not sys._getframe(1).f_globals.get("__name__", "").startswith(_COMPILERS):  # noqa: SLF001
             parameter = place.source.copies.plain_copy(place)
@@ -101,7 +102,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
 
 
 def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Sets `parameter.data`; rejects it for an offloaded parameter."""
+    """Sets `parameter.data`; rejects the assignment if the parameter is offloaded."""
     if "_memascend" in parameter.__dict__ and values is not parameter:
         place = parameter.__dict__["_memascend"]
         raise refused_write("a parameter" if place is None else place.name, "given other memory through .data")
@@ -114,7 +115,8 @@ def _residencies(module: torch.nn.Module) -> list[Residency]:
     for parameter in module.parameters():
         place = parameter.__dict__.get("_memascend")
         if "_memascend" in parameter.__dict__:
-            # If this rank has no rows of the parameter, its `_memascend` is None, and the local tensor knows the run.
+            # If this rank has no rows of the parameter, the parameter's `_memascend` is None, and its local tensor
+            # refers to the run.
             residency = parameter._local_tensor.source.residency if place is None else place.source  # type: ignore[attr-defined]  # noqa: SLF001
             found[id(residency)] = residency
     return list(found.values())
@@ -139,8 +141,8 @@ def _load_state_dict(
         for residency in _residencies(module):
             if assign:
                 raise UsageError(
-                    "load_state_dict(assign=True) would replace offloaded parameters, which are on storage: leave "
-                    "assign out"
+                    "load_state_dict(assign=True) would replace offloaded parameters, which are on storage: call it "
+                    "without assign=True"
                 )
             if not residency.is_loading:
                 loads.enter_context(residency.session.edits.load())
@@ -154,6 +156,7 @@ def _refuse_foreign_step(optimizer: torch.optim.Optimizer, args: Any, options: A
         return
     if any("_memascend" in parameter.__dict__ for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
-            f"this {type(optimizer).__name__} is not the optimizer that offload() returned, and its parameters are "
-            "offloaded: step the returned one; a Trainer takes it as Trainer(optimizers=(optimizer, None))"
+            f"this {type(optimizer).__name__} is not the optimizer that offload() returned, but its parameters are "
+            "offloaded: call step() of the returned optimizer. With a Trainer, pass that optimizer as "
+            "Trainer(optimizers=(optimizer, None))"
         )

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-# Keys of `Report.seconds` during which the training loop waits: for units, for space in the queue of gradients, and for
-# the rest of a step.
+# The keys of `Report.seconds` that count time in which the training loop waits: for units, for space in the queue of
+# gradients, and for the rest of a step.
 WAITING = ("waiting for units", "handing on gradients", "step()")
-# How many steps `Measurements` times, after the first, to estimate the gain of a larger budget.
+# The number of steps that `Measurements` times, after the first step, to estimate the gain of a larger budget.
 _MEASURED_STEPS = 2
 _log = logging.getLogger("memascend")
-# From this value of `Report.waited` on, reports say that the drive bounds the run.
+# If `Report.waited` is at least this number, reports say that the drive limits the speed of the run.
 _WAITED_MUCH = 1 / 3
 
 
@@ -44,7 +44,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """Memory and traffic of all ranks together, as exchanged at the beginning of the last `step()`."""
+    """Memory and traffic of all ranks together, as the ranks exchanged them in the last `step()`."""
 
     count: int  # the number of ranks
     peak: int  # the sum of all ranks' peaks of host memory
@@ -59,29 +59,32 @@ class Report:
     owners: dict[str, Owner]  # host memory by owner
     budget: int  # the budget of host memory in force, in bytes
     object_bytes: int  # estimated bytes of the Python and torch objects of all parameters, which no budget limits
-    read: dict[str, int]  # bytes read by kind; "other" is the catalog, and values that user code read
-    written: dict[str, int]  # bytes written by kind; `offload()` itself wrote "first values"
+    read: dict[str, int]  # bytes read by kind; "other" has the catalog, and values that user code read
+    written: dict[str, int]  # bytes written by kind; `offload()` wrote "first values"
     ram_tier: int  # bytes that were taken from the RAM tier instead of being read from storage
     seconds: dict[str, float]  # seconds by stage; stages overlap, so they do not add up to "wall"
     steps: int  # number of steps committed since `offload()` returned
     units: dict[str, int]  # how often units were read, were cached already, and were evicted
     in_memory: TorchBytes  # bytes of the same training without offloading
-    early: int = 0  # steps whose updates began before `step()`, as recent steps did not clip or change gradients
-    anew: int = 0  # number of `early` steps that did clip or change gradients, and repeated their updates
-    deferred: int = 0  # steps that deferred updates to the next step, because the norm of all gradients came first
+    # number of steps whose updates began before `step()`, because recent steps did not clip or change gradients
+    early: int = 0
+    anew: int = 0  # number of `early` steps that repeated their updates, because they did clip or change gradients
+    # number of steps that left updates to the next step, because the updates needed the norm of all gradients first
+    deferred: int = 0
     deferred_to: str = ""  # the part of the next step that now writes deferred updates: "forward" or "backward"
     log_steps: int = 0  # number of steps whose gradients fit into the store's gradient log; 0: the store has no log
-    log_bytes: int = 0  # disk space of the log
+    log_bytes: int = 0  # disk space of the gradient log, in bytes
     log_wanted: int = 0  # number of steps that the log would hold with enough disk space
     unlogged: int = 0  # updates for which the log had no space, so that their parameters were written whole
-    # Only with a device: its memory by owner, the budget of that memory, and all memory that torch has there (including
-    # activations and the user's tensors).
+    # These three fields are set only if a device computes the model. They are the device's memory by owner, the budget
+    # of this memory, and all memory that torch has on the device (including activations and the user's tensors).
     device: dict[str, Owner] = field(default_factory=dict)
     device_budget: int = 0
     device_torch: Owner | None = None
     device_copies: str | None = None  # the reason why copies to and from the device are slow; None: they are fast
     history: History = field(default_factory=History)  # figures of each step
-    # The figures of all ranks together, while all other fields are of this rank; None before the first step.
+    # The figures of all ranks together. All other fields are figures of this rank only. None before the first step, and
+    # if the run has one process.
     ranks: AllRanks | None = None
 
     @property
@@ -96,10 +99,10 @@ class Report:
 
     @property
     def waited(self) -> float:
-        """The fraction of the run in which training waited for the drive; 0.0 if computation bounded the updates.
+        """The fraction of the run in which training waited for the drive; 0.0 if computation took longer than I/O.
 
-        Computation bounds updates if their stages "applying", "computing" and "sealing" took longer than "reading" and
-        "writing".
+        Computation took longer if the update stages "applying", "computing" and "sealing" together took more time than
+        "reading" and "writing" together.
         """
         taken = self.seconds
         moving = sum(taken.get(f"update, {stage}", 0.0) for stage in ("reading", "writing"))
@@ -110,23 +113,25 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """Advice for a run that the drive bounds; "" for other runs."""
+        """Advice for a run whose speed the drive limits; "" for other runs."""
         if self.waited < _WAITED_MUCH:
             return ""
         return (
-            f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. A step moves the same "
-            "bytes with larger micro-batches (per_device_train_batch_size of a Trainer, as far as memory goes; in a "
-            "new run, as results differ), or with more of them by layer (optimizer.accumulate(..., by_layer=True); "
-            "gradient_accumulation_steps of a Trainer that goes by layer), and fewer with a larger host_memory=."
+            f"The drive bounds this run: training waited for it {self.waited:.0%} of the time. To train on more data "
+            "for the same bytes, use larger micro-batches (per_device_train_batch_size of a Trainer; start a new run, "
+            "because results change), or compute more micro-batches by layer (optimizer.accumulate(..., "
+            "by_layer=True), or gradient_accumulation_steps of a Trainer that computes by layer). To move fewer bytes "
+            "in each step, pass a larger host_memory=."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures as JSON values.
 
-        Some keys exist only under a condition. "device": a device computes. "ram_tier" and "log": some parameters are
-        kept in RAM. "early": updates began before `step()`. "deferred": steps deferred updates to the next step's
-        "forward" or "backward". "ranks": the run has several ranks. Inside "log", the key "wanted" exists if the log is
-        shorter than wanted, and "unlogged" if that number is not 0.
+        Some keys exist only under a condition. "device": a device computes the model. "ram_tier" and "log": some
+        parameters are kept in RAM. "early": updates began before `step()`. "deferred": steps deferred updates to the
+        next step's "forward" or "backward". "ranks": the run has several ranks. Inside "log", the key "wanted" exists
+        if the log holds fewer steps than planned, and the key "unlogged" exists if the log had no space for some
+        updates.
         """
         found = {
             "host": _as_json(self.owners, self.budget),
@@ -157,7 +162,7 @@ class Report:
     def __str__(self) -> str:
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
         cached = self.units["hits"] + self.units["adopted"]
-        beside = f"beside it Python's objects take about {bytes_shown(self.object_bytes)}"
+        beside = f"in addition, Python objects take about {bytes_shown(self.object_bytes)}"
         budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
@@ -177,9 +182,9 @@ class Report:
         ]
         if self.ranks is not None:
             parts.append(
-                f"This is one of {self.ranks.count} ranks. All together held at most {bytes_shown(self.ranks.peak)}, "
-                f"read {bytes_shown(self.ranks.read)} and wrote {bytes_shown(self.ranks.written)}, up to the last "
-                "step()."
+                f"This is one of {self.ranks.count} ranks. All ranks together held at most "
+                f"{bytes_shown(self.ranks.peak)}, read {bytes_shown(self.ranks.read)} and wrote "
+                f"{bytes_shown(self.ranks.written)}, up to the last step()."
             )
         parts.append(
             f"{self.steps} steps. Units were read {self.units['fetches']} times and were cached already {cached} times."
@@ -190,8 +195,8 @@ class Report:
             parts.append(f"Updates of {self.early} steps began before step(); {self.anew} of them were made anew.")
         if self.deferred:
             parts.append(
-                f"{self.deferred} steps deferred updates of streamed parameters to the next one, which now writes them "
-                f"in its {self.deferred_to}."
+                f"{self.deferred} steps deferred updates of streamed parameters to the next step, which now writes "
+                f"these updates in its {self.deferred_to}."
             )
         return "\n\n".join(parts)
 
@@ -237,7 +242,7 @@ class Report:
 
 
 def _times(report: Report) -> tuple[float, float]:
-    """Returns the seconds since `offload()` returned, and how many of them the training loop waited."""
+    """Returns the seconds since `offload()` returned, and how many of these seconds the training loop waited."""
     return report.seconds["wall"], sum(report.seconds[stage] for stage in WAITING)
 
 
@@ -260,15 +265,15 @@ class Measurements:
     """Collects the figures of a run and makes reports of them."""
 
     def __init__(self, run: Run, decision: Decision, *, mentions: bool = False) -> None:
-        """`mentions`: log once how much faster a step would be with all memory that is free."""
+        """With `mentions`, logs once how much faster a step would be if the budget had all free memory."""
         self._run = run
         self._resources = run.resources
         self._planned = decision.plan
         self._in_memory = TorchBytes.of(decision)
-        # The counters when `offload()` ends; reports subtract them.
+        # The counters at the end of `offload()`. Reports subtract these counters from the present counters.
         self._before = self._counted()
         self._step_seconds = 0.0
-        # The peak of the bytes that p.grad keeps until step() under gradients="ram".
+        # The peak of the bytes of gradients that p.grad keeps until step() under gradients="ram".
         self._kept_peak = 0
         # The final report, once `close` has made it.
         self._last: Report | None = None
@@ -277,7 +282,7 @@ class Measurements:
         self._ended: tuple[float, int] | None = None
         # The figures of all ranks, from the exchange in the last step.
         self._all_ranks: AllRanks | None = None
-        # True until the log has mentioned the gain of a larger budget.
+        # True if the gain of a larger budget is still to be logged.
         self._mentions = mentions
         # The report after the first step, from which `_mention_larger_budget` measures.
         self._first: Report | None = None
@@ -298,7 +303,7 @@ class Measurements:
         return self._planned.with_added(arena.added, arena.added_bytes)
 
     def log_began(self, plan: Plan) -> None:
-        """Replaces the plan by `plan`, which has the gradient log for which the store has space."""
+        """Replaces the plan by `plan`, whose gradient log fits the free disk space."""
         self._planned = plan
 
     def step_ended(self, began: float) -> None:
@@ -314,7 +319,7 @@ class Measurements:
             self._mention_larger_budget()
 
     def _mention_larger_budget(self) -> None:
-        """Logs the gain of a larger budget, once; measures from the second step on, as the first detects habits."""
+        """Logs the gain of a larger budget once. Does not measure the first step, which is not like later steps."""
         report = self.report()
         if self._first is None:
             self._first = report
@@ -332,12 +337,12 @@ class Measurements:
         if found is not None:
             budget, took = found
             _log.info(
-                'host_memory="%s", which is free here, would make a step about %s instead of %s',
+                'pass host_memory="%s", which is free here: a step would take about %s instead of %s',
                 size_option(budget), seconds_shown(took), seconds_shown(seconds / steps),
             )  # fmt: skip
 
     def own_figures(self) -> list[int]:
-        """Returns the figures that this rank sends to the others: peak of host memory, bytes read, bytes written."""
+        """Returns the figures that this rank sends to other ranks: peak of host memory, bytes read, bytes written."""
         store = _since(self._counted(), self._before)["store"]
         return [sum(owner.peak for owner in self._owners().values()), store["read_bytes"], store["written_bytes"]]
 
@@ -410,7 +415,7 @@ class Measurements:
         return read, written
 
     def _owners(self) -> dict[str, Owner]:
-        """Returns the host memory of the library by owner; leaves out empty owners that not every run has."""
+        """Returns memascend's host memory by owner. Leaves out an owner without memory that only some runs have."""
         resources = self._resources
         info, counters = resources.store.info(), resources.engine.counters()
         # `staging_bytes` includes the engine's buffer for whole parameters.
@@ -428,8 +433,8 @@ class Measurements:
         always = (*resources.units.host, "update staging", "catalog", "index")
         owners = {name: Owner(nbytes, nbytes) for name, nbytes in sizes.items() if nbytes or name in always}
         if "gradients in RAM" in self.plan.host:
-            # Gradients of the RAM tier wait here for step(). With gradients="ram" the plan has no such entry, and lists
-            # all kept gradients together.
+            # This entry counts the gradients of the RAM tier that wait for step(). With gradients="ram" the plan does
+            # not have this entry: the entry "gradients" then counts all kept gradients.
             owners["gradients in RAM"] = Owner(counters["waiting"], counters["waiting_peak"])
         if not self.plan.device:
             owners["gradients"] = self._gradients()
@@ -439,7 +444,7 @@ class Measurements:
         """Returns the memory of gradients that wait for their update, on the device that computes the model."""
         engine, parts = self._resources.engine, self._run.residency.stages
         sums = parts.nbytes if isinstance(parts, PartialSums) else 0
-        # max() and not a sum: under "ram", p.grad and the engine's queue share the memory of a gradient.
+        # Take the maximum, not the sum: under "ram", p.grad and the engine's queue share the memory of a gradient.
         now = max(engine.queued_bytes + sums, self._kept())
         return Owner(now, max(now, int(engine.counters()["queued_peak"]), self._kept_peak))
 
@@ -466,7 +471,7 @@ class Measurements:
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Subtracts counters, also in nested dicts; a counter that is missing in `then` counts as 0."""
+    """Subtracts the counters `then` from `now`, also in nested dicts; a counter that `then` does not have is 0."""
     return {
         name: _since(value, then.get(name, {})) if isinstance(value, dict) else value - then.get(name, 0)
         for name, value in now.items()

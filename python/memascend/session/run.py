@@ -1,4 +1,4 @@
-"""Holds the resources of a run (store, engine, memory), its position, and the metadata that each commit stores."""
+"""Holds a run's resources (store, engine, memory), its position, and the metadata that each commit stores."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-CLOSED = "this model was offloaded, and its optimizer has been closed; open its storage again to resume"
+CLOSED = (
+    "the optimizer of this offloaded model has been closed: call offload() again, with the same storage= and "
+    "existing='resume', to continue"
+)
 
 
 @dataclass(kw_only=True, eq=False)
 class Resources:
     """The store, threads and memory of a run, which `close` releases.
 
-    They do not refer to model or optimizer: the optimizer's finalizer refers to them, and would keep both alive.
+    `Resources` must not refer to the model or the optimizer. The optimizer's finalizer refers to `Resources`, and would
+    keep the model and the optimizer alive.
     """
 
     store: Store
@@ -44,7 +48,7 @@ class Resources:
     units: UnitMemory
     activations: Activations | None
     release: Callable[[], None]  # ends the run's share in process-wide hooks
-    temporary: bool  # True if the store's file is unlinked, and ends with the process
+    temporary: bool  # True if the store's file is unlinked, so that its data is lost when the process ends
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
     _unread: bool = False  # True if steps were committed since user code last read the values out
@@ -63,8 +67,8 @@ class Resources:
     def _write_in_ram(self) -> None:
         """Writes the RAM tier to storage, before the store is closed.
 
-        Without a gradient log, storage has no other copy of the trained records: the first Ctrl-C does not stop the
-        write, and a second one abandons the store.
+        Without a gradient log, only RAM has the trained values of these records. So a first Ctrl-C does not stop the
+        write, and a second Ctrl-C abandons the store.
         """
         with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:
@@ -72,12 +76,13 @@ class Resources:
             except KeyboardInterrupt:
                 if self.store.info()["log_steps"]:
                     _log.info(
-                        "interrupted while parameters kept in RAM are written: the store is whole with its gradient log"
+                        "interrupted while parameters kept in RAM are written. Nothing is lost: the store's gradient "
+                        "log has their updates, and a resume repeats them"
                     )
                     raise
                 _log.warning(
-                    "interrupted while trained parameters are written to storage, and no other copy exists, so the "
-                    "write continues; another Ctrl-C drops them, and the store with them"
+                    "interrupted while trained parameters are written to storage. Only memory has these parameters, "
+                    "so the write continues; another Ctrl-C drops them and the store"
                 )
                 try:
                     self.store.write_applied(progress.reached)
@@ -87,7 +92,7 @@ class Resources:
                 raise
 
     def values_changed(self) -> None:
-        """Records that a step was committed: closing a temporary store warns, unless its values are read out."""
+        """Records that a step was committed. `close()` of a temporary store warns, unless user code read the values."""
         self._unread = True
 
     def values_read(self) -> None:
@@ -101,7 +106,7 @@ class Resources:
         self.process.require_here()
 
     def warn_if_lost(self) -> None:
-        """Warns once if the store's file was deleted, moved or replaced: its data may be lost when the process ends."""
+        """Warns once if the store's file was deleted, moved or replaced: the data may be lost when the process ends."""
         lost = None if self._warned_of_loss else self.store.lost()
         if lost is not None:
             self._warned_of_loss = True
@@ -113,7 +118,7 @@ class Resources:
             return
         self.closed = True
         if self.process.is_elsewhere:
-            # A forked child has none of the threads, and its parent uses the store.
+            # A forked child has none of the run's threads, and the parent process still uses the store.
             return
         with contextlib.ExitStack() as last_first:
             # The callbacks run in reverse order, all of them even if one raises.
@@ -126,13 +131,13 @@ class Resources:
             last_first.callback(self.engine.close)
         if self.temporary and self._unread:
             warn(
-                "the trained weights were in a temporary store and are gone, as no code read them out: give storage=, "
-                "or save model.state_dict() before close()"
+                "the trained weights are lost: they were in a temporary store, and no code read them before close(). "
+                "Pass storage= to offload(), or save model.state_dict() before close()"
             )
 
 
 def shown(identity: dict[str, Any]) -> str:
-    """Formats the position of a run for messages; `identity` is as `Metadata.identity` returns."""
+    """Formats the position of a run for messages; `identity` is a result of `Metadata.identity`."""
     return f"step {identity.get('step')} of store {identity.get('store')}"
 
 
@@ -148,7 +153,7 @@ class Metadata:
     def __init__(
         self, store: Store, arithmetic: Arithmetic, scale: LossScale, schedule: Schedule, budget: int | None
     ) -> None:
-        """`budget`: host memory that a resume with `host_memory="auto"` prefers; None: commits store no budget."""
+        """`budget`: the budget that each commit stores for a resume with `host_memory="auto"`; None: no budget."""
         self._store = store
         # The id is read only once, because a forked child must not call the store: a thread of the parent may hold the
         # store's locks.
@@ -158,21 +163,21 @@ class Metadata:
         self.made = 0  # the number of steps that this run has committed
         # The position of the checkpoint from which the run began; None after the first step, or without a checkpoint.
         self._origin: dict[str, Any] | None = (store.hyperparameters or {}).get("origin")
-        # The optimizer's own dicts, which schedulers change in place.
+        # The optimizer's own dicts of group options, which schedulers change in place.
         self.groups = arithmetic.optimizer.param_groups
         self.arithmetic = arithmetic
         self._constant = {**arithmetic.committed(), **({"host_memory": budget} if budget else {})}
         self.scale = scale
         self.user_state: Any = store.user_state
-        # The number of blocks that changed values outside of a step (`edit()` and others) since the last step. After a
-        # resume, a trainer's program runs these blocks again, and `Edits.repeat` drops their changes.
+        # The number of `with` blocks that changed values outside of a step (`edit()` and others) since the last step.
+        # After a resume, a trainer's program runs these blocks again, and `Edits.repeat` drops their changes.
         self.blocks: int = (store.hyperparameters or {}).get("blocks", 0)
         # A trainer's position after the last step, as text; None without a trainer.
         self.position: str | None = (store.hyperparameters or {}).get("position")
         self._positioned: Callable[[], str] | None = None
 
     def follow(self, positioned: Callable[[], str]) -> None:
-        """Makes each step commit a trainer's position; `step()` calls `positioned` for it."""
+        """Makes each step commit a trainer's position; `step()` calls `positioned` to get the position."""
         self._positioned = positioned
 
     @property
@@ -191,8 +196,8 @@ class Metadata:
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the metadata of a commit as JSON.
 
-        It has the options of groups, attributes that the optimizer's steps change, loss scale, schedulers, the position
-        of the trainer and the number of blocks.
+        The metadata has the options of groups, attributes that the optimizer's steps change, loss scale, schedulers,
+        the trainer's position and the number of blocks.
         """
         attributes = self.arithmetic.attributes()
         return {
@@ -215,7 +220,8 @@ class Metadata:
             ) from error
         if size > _USER_BYTES_MAX:
             raise ConfigError(
-                f"user_state has {size} bytes as JSON, and at most {_USER_BYTES_MAX} are kept: put the rest in a file"
+                f"user_state has {size} bytes as JSON, but may have at most {_USER_BYTES_MAX} bytes: keep larger data "
+                "in a file"
             )
         self.user_state = value
 
@@ -240,29 +246,32 @@ class Metadata:
         return {"store": self._uuid, "step": self.step}
 
     def is_at(self, identity: Any) -> bool:
-        """True if `identity` is the present position or, before the first step, that of the run's checkpoint."""
+        """True if `identity` is the present position, or before the first step the position of the run's checkpoint."""
         return identity is not None and identity in (self.identity(), self._origin)
 
     def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Rejects an optimizer's state dict of another position (UsageError), or with other groups (ValueError)."""
+        """Raises UsageError for a state dict of a different position, and ValueError for one with different groups."""
         here, given = self.identity(), state_dict.get("memascend")
         if given is None:
             raise UsageError(
-                "this state dict was not made by an offloaded optimizer; give the optimizer that holds the state to "
-                "offload()"
+                "this state dict was not made by an offloaded optimizer: load it into a plain optimizer, and pass "
+                "that optimizer to offload()"
             )
         if not self.is_at(given):
             began = f" (begun from a checkpoint of {shown(self._origin)})" if self._origin else ""
             raise UsageError(
-                f"this state dict is of {shown(given)}, and the storage holds {shown(here)}{began}. The optimizer's "
-                "state was left as it is, and weights that were loaded into the model before this call remain. "
-                "Begin from a checkpoint of the other position, which optimizer.save() writes, "
-                'offload(existing="replace", checkpoint=...); or go on from the storage (existing="resume") with the '
-                "weights and the data of its step"
+                f"this state dict is of {shown(given)}, but the storage has {shown(here)}{began}. The optimizer's "
+                "state was not changed; weights that you loaded into the model before this call remain loaded. To "
+                "continue from the state dict's step, start from a checkpoint that optimizer.save() wrote at that "
+                'step, with offload(existing="replace", checkpoint=...); to continue from the storage, pass '
+                'existing="resume", and use the weights and the data of the storage\'s step'
             )
         lengths = [len(group["params"]) for group in self.groups]
         if [len(group["params"]) for group in state_dict["param_groups"]] != lengths:
-            raise ValueError("loaded state dict has other parameter groups than the optimizer")
+            raise ValueError(
+                "the loaded state dict has different parameter groups than the optimizer: load a state dict of this "
+                "optimizer"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Returns the description of the run for a checkpoint."""
@@ -294,19 +303,22 @@ class Run:
     def require_quiet(self, *, loads: bool = False) -> None:
         """Raises if a step is staged, a unit is in use or a copy was written to; then waits for pending writes.
 
-        `loads`: the caller loads a state dict, so that a state dict may have been written to.
+        With `loads`, the caller loads a state dict. A write of user code to that state dict is then no error.
         """
         self.require_open()
         self.residency.copies.require_unwritten(loads=loads)
         if self.gradients.all_grads_removed():
             self.discard()
         if self.gradients.is_staged():
-            raise UsageError("a step is staged, and this would mix with it: call step() or zero_grad() first")
+            raise UsageError(
+                "a step is staged: gradients wait for step(), so this call is not possible now. Call step() or "
+                "zero_grad() first"
+            )
         self.residency.require_idle("this")
         self.resources.engine.finish()
 
     def discard(self) -> None:
-        """Drops the gradients and the updates that they staged."""
+        """Drops the gradients and their staged updates."""
         drops_updates = self.gradients.has_updates
         self.gradients.clear()
         if drops_updates:
@@ -314,10 +326,10 @@ class Run:
 
     @contextlib.contextmanager
     def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
-        """Runs one commit in a `with` block, then calls `stands` if it took effect, or `failed` if not.
+        """Runs one commit in a `with` block, then calls `stands` if the commit took effect, or `failed` if it did not.
 
-        A Ctrl-C during the commit is raised only after the commit has returned. So the store's generation tells whether
-        the commit took effect, and an exception does not.
+        A Ctrl-C during the commit is raised only after the commit has returned. So an exception does not show whether
+        the commit took effect, but the store's generation does.
         """
         store = self.resources.store
         generation = store.info()["generation"]
@@ -331,7 +343,7 @@ class Run:
         stands()
 
     def changed(self, names: Iterable[str]) -> None:
-        """Evicts cached values and retires copies of parameters that have new values on storage."""
+        """For parameters that have new values on storage, evicts cached values and marks copies as old."""
         names = set(names)
         self.residency.units.changed(names)
         self.residency.copies.age(names)

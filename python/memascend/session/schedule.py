@@ -2,9 +2,9 @@
 
 [Note: fresh states] A commit stores two states of each scheduler: the newest state, which a resume loads, and the fresh
 state, which the scheduler had when it was made. `_since` computes the entries in which the fresh state differs from the
-newest one, and a commit stores only these; `_fresh` rebuilds the fresh state. At a resume, the user's scheduler must
-have the stored fresh state, except for entries of its position (`_PLACE`): any other difference means that it was made
-with other arguments.
+newest state, and a commit stores only these entries; `_fresh` rebuilds the fresh state. At a resume, the user's
+scheduler must have the stored fresh state, except for entries of its position (`_PLACE`): any other difference means
+that the scheduler was made with different arguments.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from memascend.storage import Store
 
 
-# The most bytes that the schedulers may take in a commit. Options, loss scale, schedulers and position share 128 KiB.
+# The largest number of bytes that the schedulers may take in a commit. In a commit, options, loss scale, schedulers and
+# position share 128 KiB.
 _BYTES_MAX = 32 << 10
 # State entries that may change although the scheduler did not advance: accelerate's wrapper counts every call.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
-# State entries that tell how far a scheduler has advanced, in contrast to the arguments that it was made with.
+# State entries that tell how far a scheduler has advanced. All other entries depend only on the arguments with which
+# the scheduler was made.
 _PLACE = _COUNTS | {"last_epoch", "_last_lr", "T_cur", "T_i"}
 # Options of groups that torch's schedulers set once, from their arguments or from the learning rate.
 _SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 _PAGE = "docs/resume.md"
-# The value of a missing entry, in messages and in a commit.
+# The text that stands for a missing entry in messages and in a commit.
 _NONE = "none"
 _log = logging.getLogger("memascend")
 
@@ -50,7 +52,7 @@ class _Snapshot:
     """A snapshot of schedulers' states and of the options of all groups, which schedulers set."""
 
     def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
-        """Takes the snapshot; raises a ConfigError that names an entry of a state that JSON cannot hold."""
+        """Takes the snapshot; raises a ConfigError if JSON cannot hold a scheduler's state."""
         self._schedulers, self._groups = schedulers, groups
         self.entries = [_entries(scheduler) for scheduler in schedulers]
         self.options = SharedValues({}, [group_options(group) for group in groups])
@@ -70,10 +72,12 @@ class Schedule:
     """Advances the learning rate schedulers of a run in `step()`, stores them in commits, restores them at a resume.
 
     `step()` calls `advance` after the updates of the step have begun and before the commit. The commit holds the new
-    options and the schedulers' new state, so a process killed at any moment leaves updates and schedulers of one step.
+    options and the schedulers' new state, so if the process is killed at any moment, the store has updates and
+    schedulers of the same step.
     """
 
-    # The optimizer's own dicts, in which a resume has set the stored options; `_given` has the options before that.
+    # `_groups` are the optimizer's own dicts of group options, in which a resume has set the stored options. `_given`
+    # has the options that the user gave.
     _groups: Sequence[dict[str, Any]]
     _given: Sequence[Mapping[str, Any]]
     _store: Store
@@ -89,7 +93,7 @@ class Schedule:
     # --- attaching schedulers --------------------------------------------------------------
 
     def attach(self, given: Sequence[Any], *, restore: bool) -> None:
-        """Takes `given` as the run's schedulers, in place of earlier ones; with `restore`, loads their stored states.
+        """Makes `given` the run's schedulers, in place of earlier ones; `restore` loads the stored states of `given`.
 
         If a scheduler is rejected, nothing changes.
         """
@@ -100,18 +104,18 @@ class Schedule:
             if not all(id(group) in own for group in scheduler.optimizer.param_groups):
                 raise ConfigError(
                     f"{_title(scheduler)} sets the options of another optimizer: make it from the optimizer that "
-                    "offload() returned, or from the one that was given to it"
+                    "offload() returned, or from the optimizer that you passed to offload()"
                 )
         if len(set(map(id, schedulers))) != len(schedulers):
-            raise ConfigError("a scheduler is given to schedule() twice: give each once")
+            raise ConfigError("the same scheduler was passed to schedule() twice: pass each scheduler once")
         dropped = [one for one in self._schedulers if one not in schedulers]
         if dropped and not self._stepped:
             warn(
-                f"{_listed(dropped)} was given to schedule() before, and no step() advances it any more: give all "
-                "schedulers in one call"
+                f"{_listed(dropped)} was passed to an earlier schedule(), which this call replaces, so step() no "
+                "longer advances it: pass all schedulers in one call"
             )
         now = _Snapshot(schedulers, self._groups)
-        # A scheduler that was attached before has advanced, so keep its known fresh state.
+        # A scheduler that was attached before may have advanced, so keep the fresh state that is already known.
         known = dict(zip(map(id, self._schedulers), self._fresh, strict=True))
         fresh = [known.get(id(one), entries) for one, entries in zip(schedulers, now.entries, strict=True)]
         options = self._options if self._stepped else set()
@@ -123,8 +127,8 @@ class Schedule:
             fresh, options = [{**entries, **_fresh(one)} for entries, one in parts], set(stored["options"])
         elif begins and self._resumed and self._store.step:
             warn(
-                f"the store has {counted(self._store.step, 'step')} and no scheduler: {_listed(schedulers)} begins "
-                f"where it was made or loaded, and the next resume restores it ({_PAGE})"
+                f"the store has {counted(self._store.step, 'step')} but no stored scheduler, so {_listed(schedulers)} "
+                f"keeps its present state. Later resumes restore it: see {_PAGE}"
             )
         _require_small(self._saved(schedulers, now, fresh, options))
         if stored is not None:
@@ -133,7 +137,7 @@ class Schedule:
         uncompared = [place for one in schedulers for place, has in _lambdas(one) if isinstance(has, functions)]
         if uncompared:
             _log.info(
-                "a resume cannot compare functions of %s: %s may compute other rates then",
+                "a resume cannot check whether the functions of %s are the same: keep %s unchanged between starts",
                 _listed(schedulers),
                 ", ".join(uncompared),
             )
@@ -154,14 +158,14 @@ class Schedule:
     def _require_fits(
         self, schedulers: Sequence[Any], fresh: Sequence[Mapping[str, Any]], now: _Snapshot, stored: Mapping[str, Any]
     ) -> None:
-        """Rejects schedulers if their classes or arguments, or the optimizer's initial rates, differ from the run's."""
+        """Rejects schedulers if their classes or arguments, or the optimizer's initial rates, differ from the store."""
         instead = (
-            "Nothing was changed: give the schedulers that the run had, and the optimizer its rates, or begin with "
-            "these, in this one start, by schedule(..., restore=False)"
+            "Nothing was changed: use the schedulers and the learning rates of the stored run. To start with the new "
+            "schedulers instead, call schedule(..., restore=False) in this start only"
         )
         titles = _stored_titles(stored)
         if _listed(schedulers) != titles:
-            raise ConfigError(f"the run was scheduled by {titles}, not {_listed(schedulers)}. {instead}")
+            raise ConfigError(f"the stored run used {titles}, not {_listed(schedulers)}. {instead}")
         found = self._other_options(now.options.groups, stored)
         begun = [group.get("initial_lr") for group in self._kept_groups()]
         for entries, one in zip(fresh, stored["schedulers"], strict=True):
@@ -174,12 +178,12 @@ class Schedule:
             found += _differences(_fresh(one), entries, {*_PLACE, *inherited, *one.get("moved", ())})
         if found:
             raise ConfigError(
-                f"{titles} has other arguments than in the run: {', '.join(sorted({*found})[:3])}"
-                f"{' and more' if len({*found}) > 3 else ''}. {instead}"
+                f"{titles} has different arguments than in the stored run: "
+                f"{', '.join(sorted({*found})[:3])}{' and more' if len({*found}) > 3 else ''}. {instead}"
             )
 
     def _other_options(self, groups: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> list[str]:
-        """Describes each group option that a scheduler set once, when it was made, and that differs from the run's."""
+        """Describes each group option that a scheduler's constructor set and that differs from the stored option."""
         rates = [] if _begins_rates(stored) else stored.get("rates", [])
         found = [
             (number, "initial_lr", *pair)
@@ -188,15 +192,15 @@ class Schedule:
         for number, (group, given, kept) in enumerate(zip(groups, self._given, self._kept_groups(), strict=True)):
             for name in kept.keys() & group.keys() - {*stored["options"]} - (given.keys() - _SET_ONCE):
                 now = plain(group[name])
-                # A scheduler made before offload() set its option in `given`; offload() then replaced the option by the
-                # stored one. So compare the option in `given`.
+                # A scheduler that was made before offload() set its option in `given`. offload() then replaced the
+                # option by the stored option. So compare the option in `given`.
                 found.append((number, name, kept[name], given.get(name, now) if now == kept[name] else now))
         return [f"{name} of group {number} {had} -> {now}" for number, name, had, now in found if now != had]
 
     def _restored(self, schedulers: Sequence[Any], now: _Snapshot, stored: Mapping[str, Any]) -> _Snapshot:
         """Loads the stored states and options into schedulers and groups; returns the new snapshot.
 
-        If that fails, restores the snapshot `now`.
+        If an error occurs, restores the snapshot `now`.
         """
         try:
             for scheduler, one in zip(schedulers, stored["schedulers"], strict=True):
@@ -215,7 +219,7 @@ class Schedule:
         """Rejects a scheduler that other code advanced; warns of schedulers that a resumed run does not restore.
 
         `optimizers`: the optimizers for which the user may have made schedulers. `commits_position`: a trainer stores
-        and restores its schedulers with its position, so the resume restores them without `schedule()`.
+        its schedulers with its position, and restores them at a resume without `schedule()`.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -228,8 +232,8 @@ class Schedule:
         found = self._changed()
         if found:
             raise UsageError(
-                f"{found}, and step() advances it since optimizer.schedule(), which also restores it at a "
-                "resume: delete the line scheduler.step(), or load_state_dict()"
+                f"{found}, but after optimizer.schedule() only step() advances the scheduler, and only a resume "
+                "restores it: delete your calls of scheduler.step() and scheduler.load_state_dict()"
             )
 
     def _warn_of_others(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -237,17 +241,17 @@ class Schedule:
         stored = self._stored()
         if stored is not None:
             words = (
-                f"the run was scheduled by {_stored_titles(stored)}, and this resume has no optimizer.schedule() for it"
+                f"the stored run used {_stored_titles(stored)}, but this start did not call optimizer.schedule() for it"
             )
         elif any(hasattr(vars(one).get("step"), "_wrapped_by_lr_sched") for one in optimizers):
             # torch's schedulers wrap `step` of their optimizer, and mark the wrapper.
             words = (
-                "a scheduler was made for this optimizer and not given to optimizer.schedule(), so a resume restores "
-                "neither its state nor the learning rate that it set after the last step"
+                "a scheduler was made for this optimizer but not passed to optimizer.schedule(), so a resume restores "
+                "neither the scheduler's state nor the learning rate that it set after the last step"
             )
         else:
             return
-        warn(f"{words}: {_PAGE} has the lines that resume exactly")
+        warn(f"{words}: {_PAGE} shows how to resume exactly")
 
     def _changed(self) -> str | None:
         """Describes a scheduler that other code advanced since the last step; returns None if there is none."""
@@ -267,7 +271,9 @@ class Schedule:
             try:
                 scheduler.step()
             except Exception as error:
-                error.add_note(f"{_title(scheduler)} was advanced by optimizer.step(), and nothing was committed")
+                error.add_note(
+                    f"{_title(scheduler)} raised this error when optimizer.step() advanced it; nothing was committed"
+                )
                 raise
         now = _Snapshot(self._schedulers, self._groups)
         self._options |= {place.name for place in before.options.changes(now.options)}
@@ -310,7 +316,7 @@ class Schedule:
             self._before.restore()
 
     def catch_up(self) -> None:
-        """Restores schedulers and groups to the state after the last step, whether a trainer advanced them or not."""
+        """Restores schedulers and groups to the state after the last step, even if a trainer has not advanced them."""
         if self._now is not None and self.is_foreign:
             self._now.restore()
 
@@ -321,7 +327,7 @@ class Schedule:
 
 
 def options_set(hyperparameters: Mapping[str, Any]) -> set[str]:
-    """Returns the group options that the stored schedulers set, whatever options the optimizer is made with."""
+    """Returns the names of group options that the stored schedulers set independently of the optimizer's options."""
     stored: Any = hyperparameters.get("schedule")
     if not _is_schedule(stored):
         return set()
@@ -334,30 +340,31 @@ def _begins_rates(stored: Mapping[str, Any]) -> bool:
 
 
 def _unwrapped(scheduler: Any) -> Any:
-    """Returns the scheduler inside accelerate's wrapper; rejects a wrapper that advances it once for each rank."""
+    """Unwraps a scheduler in accelerate's wrapper; rejects a wrapper that advances the scheduler once for each rank."""
     if type(scheduler).__name__ != "AcceleratedScheduler":
         return scheduler
     own = scheduler.scheduler
     ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     if ranks > 1 and not scheduler.split_batches:
         raise ConfigError(
-            f"accelerate advances {_title(own)} {ranks} times a step, once for each rank: make it for the number of "
-            "steps, and give schedule() the scheduler that prepare() has not wrapped"
+            f"accelerate advances {_title(own)} {ranks} times in each step, once for each rank: make the scheduler for "
+            "the number of steps, and pass schedule() the scheduler itself, not the wrapper that prepare() returns"
         )
     return own
 
 
 def _require_scheduler(scheduler: Any, number: int) -> None:
-    """Rejects an argument of `schedule()` that is no scheduler, or whose `step()` needs an argument."""
+    """Rejects an argument of `schedule()` that is not a scheduler, or whose `step()` needs an argument."""
     kind = type(scheduler).__name__
     if not all(hasattr(scheduler, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):
         raise ConfigError(
-            f"schedule() takes schedulers like those of torch.optim.lr_scheduler, and argument {number} is {kind}"
+            f"schedule() takes schedulers like those of torch.optim.lr_scheduler, but argument {number} is of type "
+            f"{kind}"
         )
     if not steps_alone(scheduler):
         raise ConfigError(
-            f"step() of {kind} needs an argument (a metric or an epoch), which the optimizer's step() does not "
-            f"have: call it in the loop, as {_PAGE} shows"
+            f"step() of {kind} needs an argument (a metric or an epoch), which the optimizer's step() does not have: "
+            f"call step() of the scheduler in your loop, as {_PAGE} shows"
         )
 
 
@@ -387,8 +394,8 @@ def _stored_titles(stored: Mapping[str, Any]) -> str:
 def _entries(scheduler: Any) -> dict[str, Any]:
     """Returns a scheduler's state as flat JSON, by paths: "last_epoch", "_schedulers.0.last_epoch" and so on.
 
-    It includes arguments that `functools.partial` binds to the functions of a LambdaLR, as transformers' schedulers do:
-    torch's state dict leaves them out.
+    The result includes arguments that `functools.partial` binds to the functions of a LambdaLR, because torch's state
+    dict does not contain them. Schedulers of transformers bind arguments in this way.
     """
     found = dict(_leaves(scheduler.state_dict()))
     for place, function in _lambdas(scheduler):
@@ -396,12 +403,13 @@ def _entries(scheduler: Any) -> dict[str, Any]:
             bound = [*enumerate(function.args), *function.keywords.items()]
             found |= {f"{place}({name})": value for name, value in bound if storable(value)}
     for path, value in found.items():
-        # JSON has only text keys, and MultiStepLR's dict has numbers as keys: store it as a list of pairs.
+        # JSON allows only text keys, but a dict of MultiStepLR has numbers as keys. Store such a dict as a list of
+        # pairs.
         pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
         if not storable(pairs):
             raise ConfigError(
-                f"{path!r} in the state of {_title(scheduler)} is {value!r:.80}, which a commit cannot hold: let its "
-                "state_dict() have numbers, texts, lists and dicts alone"
+                f"{path!r} in the state of {_title(scheduler)} is {value!r:.80}, which a commit cannot hold: its "
+                "state_dict() may contain only numbers, texts, lists and dicts"
             )
         found[path] = plain(pairs)
     return found
@@ -430,7 +438,7 @@ def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
-    """Loads entries into a scheduler, converted to the types of its own values; equal entries stay as they are."""
+    """Loads entries into a scheduler, converted to the types of the present entries. Equal entries are not replaced."""
     state, now = copied(scheduler.state_dict(), deep=True), _entries(scheduler)
     for path, value in entries.items():
         if path not in now or not same(value, now[path]):
@@ -465,9 +473,10 @@ def _since(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _fresh(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Rebuilds the fresh state of a stored scheduler: its newest state, with the changed entries from `_since`.
+    """Rebuilds a stored scheduler's fresh state: its newest state, in which the entries of `_since` are put back.
 
-    An earlier version stored only the names of changed entries ("moved"), whose fresh values are unknown.
+    An earlier version of memascend stored only the names of changed entries ("moved"). The fresh values of these
+    entries are unknown, so they are left out.
     """
     moved = stored.get("moved", ())
     return {**{name: value for name, value in stored["state"].items() if name not in moved}, **stored.get("fresh", {})}
@@ -476,8 +485,8 @@ def _fresh(stored: Mapping[str, Any]) -> dict[str, Any]:
 def described(scheduler: Any) -> dict[str, Any]:
     """Describes a scheduler as JSON, which `differences` compares in another process.
 
-    The description has the classes, the state, and arguments that are bound to functions of a LambdaLR. It has neither
-    functions nor arguments that a scheduler keeps in the optimizer's groups.
+    The description has the classes, the state, and arguments that are bound to functions of a LambdaLR. The description
+    does not have functions, or arguments that a scheduler keeps in the optimizer's groups.
 
     Raises:
         ConfigError: JSON cannot hold the state.
@@ -488,8 +497,8 @@ def described(scheduler: Any) -> dict[str, Any]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describes how two new schedulers differ in class or arguments, from their descriptions by `described`.
 
-    It does not compare entries of the position (`_PLACE`). It does compare the base rates, which a scheduler took from
-    the optimizer's groups when it was made.
+    Entries of the position (`_PLACE`) are not compared. Base rates, which a scheduler took from the optimizer's groups
+    when it was made, are compared.
     """
     if before["scheduler"] != now["scheduler"]:
         return [f"{before['scheduler']} -> {now['scheduler']}"]
@@ -497,7 +506,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignored: Container[str]) -> list[str]:
-    """Describes the entries that differ, except those whose path, or last part of the path, is in `ignored`."""
+    """Describes the entries that differ. `ignored` has paths, or last parts of paths, of entries to leave out."""
     found = []
     for path in dict.fromkeys((*had, *has)):
         name = path.rpartition(".")[2]
@@ -539,6 +548,7 @@ def _require_small(saved: Mapping[str, Any]) -> None:
     size = len(json.dumps(saved))
     if size > _BYTES_MAX:
         raise ConfigError(
-            f"the state of {_stored_titles(saved)} has {size} bytes as JSON, and a commit holds at most {_BYTES_MAX}: "
-            "make it from fewer numbers, or restore it by user_state or a file of your own"
+            f"the state of {_stored_titles(saved)} has {size} bytes as JSON, but may have at most {_BYTES_MAX} bytes "
+            "in a commit: give the scheduler fewer numbers as arguments, or keep the state in optimizer.user_state or "
+            "in a file"
         )

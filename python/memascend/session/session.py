@@ -1,10 +1,10 @@
 """Implements step(), zero_grad(), backward(), accumulate() and close() of an offloaded optimizer.
 
 [Note: when the norm is known] With a loss scale or `max_grad_norm`, the updates depend on the norm of all gradients, so
-`_step` computes it before them (`_norm_comes_first`). Otherwise the updates measure their gradients as they run, and
-`_norm` adds the measures up: before the commit if gradients were kept until step() (`_norm_precedes_commit`), else
-after it. Only before the commit can a step with a norm that is not finite be dropped (`_drops`); after it, `_committed`
-warns.
+`_step` computes the norm before the updates (`_norm_comes_first`). Otherwise each update sums the squares of its
+gradient as it runs, and `_norm` adds these sums: before the commit if gradients were kept until step()
+(`_norm_precedes_commit`), else after the commit. If the norm is not finite, `_drops` can drop the step before the
+commit; after the commit, `_committed` can only warn.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# The numbers of a rank without gradients, and of a step whose norm is taken later: all finite, no squares.
+# The numbers of a rank without gradients, and of a step whose norm is computed later: every gradient is finite, and the
+# sum of squares is 0.
 _NOTHING: Numbers = (False, 0)
 # The remedy if replicas computed different values in RAM. Replicas compare the values of a commit in the next step.
 _REPLICAS_DIFFER = (
-    "the last commit has these values, so the replicas' stores differ: move one of them aside and start all ranks "
-    "again; it is refilled from the other"
+    "the last commit has these values, so the replicas' stores differ: move the store of one replica aside and start "
+    "all ranks again. They make a new store for this replica from the store of the other replica"
 )
 
 
@@ -75,7 +76,7 @@ class Session:
     # Norm of the last step's gradients; None before the first step.
     grad_norm: float | None = None
     overflowed: bool = False
-    # True if the norm of the last commit's gradients is not finite, and the user did not ask for such commits.
+    # True if the norm of the last commit's gradients is not finite, and the user did not pass nonfinite="commit".
     _is_suspect: bool = False
     # The error that `step` raises once all ranks have dropped the step.
     _rejection: UsageError | None = None
@@ -83,9 +84,9 @@ class Session:
     # --- forwards -------------------------------------------------------------------------
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
-        """Prepares for a module's forward; `outermost`: the module begins the model's forward.
+        """Prepares for a module's forward. `outermost` is True if the model's forward begins with this module.
 
-        A module hook calls it whenever a module of the model is entered.
+        A module hook calls this method whenever a module of the model is entered.
         """
         if self.run.resources.units.device is not None:
             # Only a CUDA device can capture graphs.
@@ -121,16 +122,19 @@ class Session:
     ) -> list[Any]:
         """Computes the losses and gradients of all micro-batches of a step; see `OffloadedOptimizer.accumulate`.
 
-        `seeded`: each micro-batch computed by layer has a seed of its own; if False, no micro-batch may draw random
-        numbers.
+        With `seeded`, each micro-batch that is computed by layer gets its own random seed. Without `seeded`, no
+        micro-batch may draw random numbers.
         """
         self.run.resources.require_open()
         if self.run.frames.inside:
             raise UsageError(
-                "accumulate() was called inside of the model's forward, which it would run again: call it outside"
+                "accumulate() was called inside the model's forward, but accumulate() runs the forward itself: call "
+                "it outside the forward"
             )
         if not math.isfinite(scale):
-            raise ConfigError(f"scale is {scale!r}: give a finite number, as 1 / the number of micro-batches")
+            raise ConfigError(
+                f"scale is {scale!r}, but must be a finite number: pass 1 / the number of micro-batches, for example"
+            )
         loss_scale = self.run.metadata.scale
 
         def begin(loss: torch.Tensor) -> None:
@@ -147,14 +151,14 @@ class Session:
             raise
 
     def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
-        """Attaches schedulers, which each later commit advances; `restore` loads their stored state."""
+        """Attaches schedulers, which every later step advances; `restore` loads their stored state."""
         self.run.require_quiet()
         self.run.metadata.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Commits the step, or drops it if its gradients are not finite and the options say so.
+        """Commits the step, or drops it if its gradients are not finite (see `_drops`).
 
-        A scheduler may have been made for any of `optimizers`.
+        The user may have made a scheduler for any of `optimizers`.
         """
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
@@ -164,7 +168,7 @@ class Session:
             committed = self._prepared_step()
         rejection, self._rejection = self._rejection, None
         if rejection is not None:
-            # All ranks have the same norm and raise here, so `preparing` need not notify the others.
+            # All ranks have the same norm and raise here, so `preparing` need not notify other ranks.
             raise rejection
         if committed:
             self.run.residency.units.end_step()
@@ -244,14 +248,14 @@ class Session:
 
     @property
     def figures(self) -> Exchange | None:
-        """Exchanges figures between the ranks of the run; None for one process."""
+        """The object that exchanges figures between the ranks of the run; None for one process."""
         return None if self.sharding is None else self.sharding.exchange
 
     def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
-        """Exchanges squares of gradients; returns (True if any rank has gradients, the numbers of all ranks together).
+        """Exchanges sums of squares of gradients; returns whether any rank has gradients, and the sums of all ranks.
 
-        A rank without rows of the parameters in use has no gradients. The exchange also carries the figures of reports,
-        and compares the gathers and reductions of all ranks.
+        A rank has no gradients if it has no rows of the parameters that were used. The exchange also sends the figures
+        of reports, and checks that all ranks made the same gathers and reductions.
         """
         if self.sharding is None or self.figures is None:
             return present, own
@@ -271,7 +275,8 @@ class Session:
     def _drops(self, present: Present, norm: float, bad: bool = False) -> bool:
         """Decides whether to drop the step because of its norm; if so, drops its updates and returns True.
 
-        The gradients stay in `p.grad`. `bad`: a gradient is not finite. (A norm may overflow where no gradient does.)
+        The gradients stay in `p.grad`. `bad` is True if a gradient is not finite. The norm may overflow although all
+        gradients are finite.
         """
         gradients, scale = self.run.gradients, self.run.metadata.scale
         self.grad_norm = norm
@@ -291,19 +296,19 @@ class Session:
         """Returns the text of the error for a norm that is not finite; `names` are the parameters that cause it."""
         step = self.run.metadata.step
         found = f" (not finite: {listed(names)})" if names else ""
-        where = "weights and optimizer state" if self.run.resources.temporary else "the store, and the weights,"
+        where = "weights and optimizer state" if self.run.resources.temporary else "the store and the weights"
         return (
             f"step {step + 1} was not committed: the norm of its gradients is {norm}{found}. Nothing is lost: {where} "
             f"are those of step {step}. Look for the cause, such as a batch or the learning rate, call zero_grad() and "
-            'go on; or pass to offload() nonfinite="skip", which drops such steps, or "commit", which updates as torch '
-            "does"
+            'continue. Or pass nonfinite="skip" to offload() to drop such steps, or nonfinite="commit" to update as '
+            "torch does"
         )
 
     def _norm(self, present: Present) -> Callable[[], float]:
         """Returns a function that computes the norm of this step's gradients, before `factor` was applied.
 
-        It uses the squares that the updates measured, and reads no gradient. With several ranks, it may be called only
-        after the next message of `figures`, which adds the squares of all ranks.
+        The function uses the sums of squares that the updates computed, and reads no gradient. With several ranks, it
+        may be called only after the next message of `figures`, which adds the sums of all ranks.
         """
         gradients, figures = self.run.gradients, self.figures
         if figures is None:
@@ -313,7 +318,7 @@ class Session:
         return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
     def _present(self) -> Present:
-        """Returns the present gradients; raises if no exact step can be made of them."""
+        """Returns the present gradients; raises UsageError if a step with these gradients would not be exact."""
         run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
         copies.require_unwritten()
@@ -322,8 +327,8 @@ class Session:
             return present
         if not gradients.is_staged():
             raise UsageError(
-                "step() was called again, and the gradients in p.grad were used by the last one: call "
-                "zero_grad() after each step, and backward() before the next"
+                "step() was called again with gradients that the last step() has used already: call zero_grad() after "
+                "each step(), and backward() before the next step()"
             )
         run.residency.require_idle("step()")
         run.buffers.require_same_kinds()
@@ -340,9 +345,9 @@ class Session:
     def _norm_precedes_commit(self) -> bool:
         """True if `_step` computes the norm before the commit.
 
-        `_step` may do so if gradients were kept until step(), since all of them are measured by then. It must do so
-        under `nonfinite="skip"`, and for a trainer, which logs the norm of each committed step even if the process is
-        killed after the commit.
+        `_step` may do so if gradients were kept until step(), because the updates have measured all gradients by then.
+        It must do so under `nonfinite="skip"`, and for a trainer, which logs the norm of each committed step even if
+        the process is killed after the commit.
         """
         kept = self.run.gradients.loop.mode != "fused"
         return kept or self.run.metadata.commits_position or self.nonfinite == "skip"
@@ -363,12 +368,12 @@ class Session:
 
     def _warn_of_norm(self) -> None:
         step, is_gone = self.run.metadata.step, self.run.resources.temporary
-        back = f' Until the next step begins, existing="previous" resumes a store with durability="step" at {step - 1}.'
+        back = f' To go back to step {step - 1}, resume with existing="previous" now (needs durability="step").'
         warn(
-            f"step {step} was committed, and the norm of its gradients is {self.grad_norm}, so that weights may not be "
-            f'finite, either: gradients="fused" knows the norm only after the updates.{"" if is_gone else back} Pass '
-            'max_grad_norm=, gradients="ssd" or nonfinite="skip" to offload(), and no such step is committed; or '
-            'nonfinite="commit", if that is what you want'
+            f"step {step} was committed, although the norm of its gradients is {self.grad_norm}, so weights may not be "
+            f'finite: gradients="fused" knows the norm only after the updates.{"" if is_gone else back} Pass '
+            'max_grad_norm=, gradients="ssd" or nonfinite="skip" to offload() to prevent such commits, or '
+            'nonfinite="commit" to allow them without a warning'
         )
 
     def _refuse_written(self) -> None:
@@ -377,8 +382,8 @@ class Session:
         if self.run.residency.units.written:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
-                f"the values of {names} were written to in place while the model computed, and storage lacks the "
-                f"change: call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
+                f"the values of {names} were written to in place while the model computed, but storage does not have "
+                f"this change. Call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -405,7 +410,8 @@ class Session:
             if kept.place.parameter is rows:
                 return kept.rule.state(*self.run.resources.store.read(kept.name), kept.step)
         raise ConfigError(
-            "this tensor is no parameter that the optimizer updates, so it has no state: pass one of its parameters"
+            "this tensor is not a parameter that the optimizer updates, so it has no state: pass a parameter of the "
+            "optimizer"
         )
 
     def report(self) -> Report:
@@ -423,7 +429,7 @@ class Session:
         module_hooks.drain_autograd_queue()
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._close)
-            # While an exception is handled, an error of this check would hide it.
+            # While an exception is handled, an error of this check would hide the exception.
             if sys.exc_info()[0] is None:
                 self.run.residency.copies.require_unwritten()
             self._commit_rest()
@@ -433,7 +439,8 @@ class Session:
         """Commits persistent buffers and options of groups that changed since the last step.
 
         It commits nothing while an exception is handled, since a resumed loop repeats the interrupted step. It commits
-        nothing after a step with a norm that is not finite, since that would overwrite the commit before that step.
+        nothing if the norm of the last step is not finite, since the commit would overwrite the commit before that
+        step.
         """
         run, metadata, store = self.run, self.run.metadata, self.run.resources.store
         if run.resources.temporary or sys.exc_info()[0] is not None or self._is_suspect:
@@ -446,16 +453,16 @@ class Session:
         engine = run.resources.engine
         if has_buffers:
             run.buffers.stage(engine, metadata.step)
-        # The stored `user_state` stays: a value that was set after the last step belongs to the next one.
+        # The stored `user_state` stays: a value that was set after the last step belongs to the next step.
         hyperparameters = metadata.hyperparameters() if metadata.has_new_options else None
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
 
     def _catch_up(self) -> None:
         """Makes the deferred updates of the last step, so that the store needs no log.
 
-        If the log has their gradients, a resume can make these updates instead. Then this method leaves them to a
-        resume after an exception, after an error of storage, and after a step with a norm that is not finite: the
-        updates would overwrite the commit before that step.
+        If the log has the gradients of these updates, a resume can make the updates instead. So with a log, this method
+        ignores errors of storage. With a log, it also makes no updates after an exception, or if the norm of the last
+        step is not finite: the updates would overwrite the commit before that step.
         """
         store, engine = self.run.resources.store, self.run.resources.engine
         if not engine.is_behind or self.run.resources.temporary:
@@ -469,10 +476,14 @@ class Session:
         except MemascendError as error:
             if not is_logged:
                 raise
-            _log.info("the updates of the last step stay in the log, and a resume makes them: %s", error)
+            _log.info(
+                "the updates of the last step were not made, but the log has their gradients, and a resume makes the "
+                "updates: %s",
+                error,
+            )
 
     def _takes_buffers(self) -> bool:
-        """True if close() commits the buffers; warns if changed buffers are lost, except those of a staged step."""
+        """True if close() commits the buffers. Warns if changes of buffers are lost, unless a staged step made them."""
         gradients, buffers = self.run.gradients, self.run.buffers
         is_of_step = buffers.may_be_of_step or gradients.backwards.count > 0
         if is_of_step and gradients.is_staged():
@@ -481,14 +492,20 @@ class Session:
             if not buffers.differ(self.run.resources.store):
                 return False
             if self.figures is not None:
-                why = "each rank closes at its own time: enter and leave materialized(model, modify=True) on all ranks"
+                why = (
+                    "each rank closes at its own time. To keep them, enter and leave materialized(model, "
+                    "modify=True) on all ranks before close()"
+                )
             elif is_of_step:
-                why = "a forward ran whose step was not made, and a resume repeats it. save() writes them"
+                why = (
+                    "a forward ran without a step() after it, and a resume repeats this forward. To keep them, call "
+                    "save() before close()"
+                )
             else:
                 return True
         except MemascendError as error:
             why = str(error)
-        warn(f"buffers of the model changed after the last step, and close() does not keep them: {why}")
+        warn(f"buffers of the model changed after the last step, and close() does not keep these changes: {why}")
         return False
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the budget of `host_memory="auto"`: the same on all ranks, and for one run at a time on each machine."""
+"""Chooses the budget of `host_memory="auto"`, equal on all ranks. On a machine, one run at a time chooses."""
 
 from __future__ import annotations
 
@@ -27,28 +27,32 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
-# How long a run waits for the lock of another run. A run holds the lock for some seconds: from reading the free memory
-# until it has allocated its own.
+# The longest time that a run waits while another run holds the lock. A run holds the lock for some seconds, from the
+# moment it reads how much memory is free until it has allocated its own memory.
 _TURN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 
 
 class Turn:
-    """A lock of the machine, under which one run at a time reads the free memory and allocates its own.
+    """A lock for the whole machine, so that one run at a time reads how much memory is free and allocates memory.
 
-    It is `flock` on a folder that every user can read. The system releases it when the process ends.
+    The lock is `flock` on a folder that every user can read. The system releases it when the process ends.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
 
     def wait(self, seconds: float) -> None:
-        """Takes the lock; after `seconds`, or without a usable folder, continues without it and warns in the log."""
+        """Takes the lock. Continues without the lock, with a log warning, after `seconds` or if no folder is usable."""
         folder = next((one for one in ("/dev/shm", tempfile.gettempdir()) if Path(one).is_dir()), "/")  # noqa: S108
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            _log.warning("runs cannot take their memory one after the other: %s", error)
+            _log.warning(
+                "no lock for host_memory='auto', so runs that start at the same time may plan with the same free "
+                "memory: %s",
+                error,
+            )
             return
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -60,7 +64,11 @@ class Turn:
                 self._descriptor = descriptor
                 return
         os.close(descriptor)
-        _log.warning("another run holds the lock of %s, by which runs take their memory one after the other", folder)
+        _log.warning(
+            "another run holds the lock on %s, so this run continues without it: both runs may plan with the same "
+            "free memory",
+            folder,
+        )
 
     def end(self) -> None:
         """Releases the lock; does nothing if it is not held."""
@@ -72,10 +80,11 @@ class Turn:
 
 
 def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host: bool) -> Options:
-    """Returns the options with the budget that `host_memory="auto"` stands for; other options are returned as given.
+    """Replaces `host_memory="auto"` in the options by a budget of this run. Returns other options unchanged.
 
-    A resume takes the budget of its store if so much memory is free. All ranks take the smallest budget of any rank.
-    One rank of each machine holds `turn` afterwards: the caller ends it once the ranks have allocated their memory.
+    A resume uses the budget that its store recorded, if that much memory is free. All ranks use the smallest budget of
+    all ranks. When this function returns, one rank of each machine holds `turn`. The caller must end `turn` once the
+    ranks have allocated their memory.
 
     Raises:
         ConfigError: some ranks have `host_memory="auto"`, and others a budget.
@@ -83,18 +92,21 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
     host = socket.gethostname()
     found = exchange.all_values([host, options.spare is not None])
     if any(one != found[0][1] for _, one in found):
-        raise ConfigError('some ranks have host_memory="auto" and others a budget: give all ranks the same option')
+        raise ConfigError(
+            'some ranks have host_memory="auto", and other ranks have a budget: pass the same host_memory= on all ranks'
+        )
     if options.spare is None:
         return options
     hosts = [name for name, _ in found]
     spare = replace(options.spare, processes=max(options.spare.processes, hosts.count(host)))
     if exchange.rank == hosts.index(host):
-        # The other ranks wait at the next exchange, so take at most half of their timeout.
+        # The other ranks wait at the next exchange, so wait for at most half of their timeout.
         turn.wait(min(_TURN_SECONDS, (options.timeout or math.inf) / 2))
     exchange.all_values(None)
     holder = next((run for run in list(RUNS) if holds(run, options.paths or ()) is not None), None)
     if holder is not None and spare.machine is None:
-        # A run of this process has the store open. This call will close it, so its memory counts as free.
+        # A run of this process has the store open. This call will close that run, so the memory of that run counts as
+        # free.
         here = HostMemory.here()
         spare = replace(spare, machine=replace(here, available=here.available + session_of(holder).report().total))
     stored = _stored_budget(options, holder) if options.resumes else None

@@ -1,6 +1,6 @@
 """Commits changes of values outside of a step: `edit()`, `load_state_dict()`, `materialized(modify=True)`, `train()`.
 
-The first three are *doors*: user code can write to weights only through them. A *block* is one use of a door.
+The first three are *doors*: user code can write to weights only through a door. A *block* is one use of a door.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 _PART_BYTES = 8 << 20
 # The advice in the error if a change of values fails on a rank.
-_UNCHANGED = "no rank has changed anything: go on, or try it again on all of them"
+_UNCHANGED = "no rank has changed anything: continue without the change, or try it again on all ranks"
 
 
 @dataclass(eq=False)
 class Edit:
     """A change of values that is staged and not yet committed."""
 
-    # True commits persistent buffers with the values, so that no commit has new weights beside old statistics.
+    # If True, persistent buffers are committed with the values, so that no commit has new weights and old statistics.
     with_buffers: bool
-    # Reverts all changes of the edit, unless it is committed.
+    # Reverts all changes of the edit, unless the edit is committed.
     undo: contextlib.ExitStack
     # The names of the parameters whose new values are staged.
     names: list[str] = field(default_factory=list)
-    # The hyperparameters to commit, as `Metadata.hyperparameters` makes them; None: not set by the edit.
+    # The hyperparameters to commit, as `Metadata.hyperparameters` makes them; None if the edit does not set
+    # hyperparameters.
     hyperparameters: dict[str, Any] | None = None
 
 
@@ -56,21 +57,21 @@ class Edits:
 
     run: Run
     _exchange: Exchange | None  # exchanges messages between the ranks; None for one process
-    _repeated: float = 0  # how many more blocks to drop, see `repeat`
-    _repeated_after: int = 0  # the number of committed steps at which blocks are dropped
+    _repeated: float = 0  # the number of further blocks whose changes are dropped; see `repeat`
+    _repeated_after: int = 0  # blocks are dropped while this is the number of committed steps
 
     def repeat(self, blocks: int | None) -> None:
-        """Drops the changes of the next `blocks` blocks that end before another step is committed.
+        """Drops the changes of the next `blocks` blocks, but only until the next step is committed.
 
-        After a resume, a trainer's program runs blocks again whose changes the store has. With None, the changes of all
-        blocks are dropped until the next call of `repeat`, because these blocks precede the resumed step in the
-        program.
+        After a resume, a trainer's program runs some blocks again, but the store has their changes already. With None,
+        the changes of all blocks are dropped until the next call of `repeat`, because the program runs these blocks
+        before it reaches the resumed step.
         """
         self._repeated = math.inf if blocks is None else blocks
         self._repeated_after = self.run.metadata.step
 
     def _is_repetition(self) -> bool:
-        """True if the block that ends was committed before the resume, and runs again; counts it."""
+        """True if the block that ends was committed before the resume and runs again; counts the block."""
         if not self._repeated or self._repeated_after != self.run.metadata.step:
             return False
         self._repeated -= 1
@@ -90,7 +91,7 @@ class Edits:
         """Makes an edit on all ranks together: commits it at the end of the block if any rank changed a value.
 
         The edit includes buffers that changed since the last commit; `changes_buffers`: the block itself may change
-        buffers, so an exception restores them. An exception on one rank drops the edit on all.
+        buffers, so an exception restores them. An exception on one rank drops the edit on all ranks.
         """
         with self._alike(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
@@ -100,7 +101,11 @@ class Edits:
             yield edit
             if edit.hyperparameters is None and self._is_repetition():
                 if edit.names:
-                    _log.warning("a repeated change of %s is dropped: the store has it", listed(edit.names))
+                    _log.warning(
+                        "a change of %s was dropped, because the program repeats it after the resume and the store "
+                        "has it already",
+                        listed(edit.names),
+                    )
                 edit.undo.close()
                 self.is_any(False)
                 return
@@ -113,7 +118,7 @@ class Edits:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Runs a block that changes nothing on all ranks together; an exception on one rank reaches all."""
+        """On all ranks together, runs a block that changes nothing; an exception on one rank reaches all ranks."""
         with self._alike():
             yield
             if not self.run.resources.closed:
@@ -133,7 +138,7 @@ class Edits:
 
     @contextlib.contextmanager
     def values(self, parameters: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-        """Provides copies of this rank's values of `parameters` in a block; commits changed copies at its end."""
+        """Provides copies of this rank's values of `parameters` in a block; commits changed copies at the end."""
         run, residency = self.run, self.run.residency
         with self.together() as edit:
             places = [self._place_of(parameter) for parameter in parameters]
@@ -151,24 +156,28 @@ class Edits:
             yield given
             run.require_quiet()
             if len(given) != len(found) or any(now is not was for now, was in zip(given, found, strict=True)):
-                raise UsageError("edit() gave a list whose tensors were replaced: write into them, by copy_()")
+                raise UsageError(
+                    "tensors in the list of edit() were replaced by other tensors: write new values into the tensors "
+                    "of the list with copy_()"
+                )
             for name, place in named.items():
                 self._stage_edited(edit, place, own[name], begun[name])
-        # Writes to the copies after the block reach no weight: `copies` rejects them.
+        # A write to one of these copies after the block would not change the weight, so `copies` rejects such writes.
         residency.copies.keep([(place, own[name]) for name, place in named.items()], is_snapshot=True)
 
     def _stage_edited(self, edit: Edit, place: Place, values: torch.Tensor, begun: str) -> None:
         """Stages values if their checksum differs from `begun`, their checksum at the beginning of the block."""
         if values.dtype != place.dtype:
             raise UsageError(
-                f"{place.name!r} is {place.dtype}, and was given {values.dtype}: write into it, by copy_()"
+                f"{place.name!r} is {place.dtype}, but the block gave it values of {values.dtype}: write into the "
+                "tensor of edit() with copy_()"
             )
         if tuple(values.shape) == place.shape and checksum(values, place) == begun:
             return
         if self.run.residency.read_into(place, lambda stored: checksum(stored, place)) != begun:
             raise UsageError(
-                f"{place.name!r} was changed by a step, a load or another edit() within edit(), whose own values are "
-                "older and were dropped: let each edit() end before the next change"
+                f"{place.name!r} was changed by a step, a load or another edit() inside this edit(), whose values are "
+                "outdated and were dropped: let each edit() end before the next change"
             )
         self.stage(edit, place, values)
 
@@ -178,8 +187,8 @@ class Edits:
         place: Place | None = known.get("_memascend")
         if "_memascend" not in known or (place is not None and place.source is not self.run.residency):
             raise ConfigError(
-                "edit() takes parameters of the offloaded model: pass one of them, or a list (within materialized() "
-                "they are real already)"
+                "edit() takes parameters of the offloaded model: pass one parameter or a list of parameters. Inside "
+                "materialized(), write to the parameters directly"
             )
         return place
 
@@ -199,7 +208,7 @@ class Edits:
 
             def load(place: Place, values: torch.Tensor) -> None:
                 if place.name in edit.names:
-                    # The state dict has the parameter under two names; the later values replace the earlier ones.
+                    # The state dict has the parameter under two names; the later values replace the earlier values.
                     edit.names.remove(place.name)
                     self.run.resources.engine.discard(place.name)
                 self.stage(edit, place, values)
@@ -224,10 +233,11 @@ class Edits:
             self.run.resources.engine.discard(name)
 
     def stage(self, edit: Edit, place: Place, values: torch.Tensor) -> None:
-        """Stages new values of a parameter, and a master that equals them, if a bit of the values changed."""
+        """If a bit of a parameter's values changed, stages the new values and a master weight that equals them."""
         if tuple(values.shape) != place.shape:
             raise UsageError(
-                f"{place.name!r} has shape {list(place.shape)}, and was given {list(values.shape)}: give its shape"
+                f"{place.name!r} has shape {list(place.shape)}, but was given values of shape {list(values.shape)}: "
+                "pass values of the parameter's shape"
             )
         given = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu").copy_(values.detach())
         if not self.run.residency.read_into(place, lambda stored: _same_values(stored, given)):
@@ -243,7 +253,7 @@ class Edits:
         """Commits the staged values of an edit in one atomic write.
 
         The commit also has `user_state` and `hyperparameters` (as `Metadata.hyperparameters` makes them); None keeps
-        the stored ones.
+        the stored value.
         """
         run, buffers = self.run, self.run.buffers
         step = run.metadata.step
@@ -266,7 +276,7 @@ class Edits:
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors, of which one may be on a device, have the same bits; compares them in parts."""
+    """True if two tensors have the same bits; compares them in parts. Either tensor may be on a device."""
     parts = zip(bytes_of(one).split(_PART_BYTES), bytes_of(other).split(_PART_BYTES), strict=True)
     return all(torch.equal(mine.cpu(), theirs.cpu()) for mine, theirs in parts)
 
@@ -277,8 +287,8 @@ def _rewritten(chunk: Chunk) -> None:
     chunk.values.copy_(chunk.gradient)
     if "master" in chunk.state:
         chunk.state["master"].copy_(chunk.gradient)
-    # The master equals the values. So clear its low bits ("rest"), and the marks of elements that were rounded up: the
-    # tensor "rounded_up", or the sign bits of the second moment.
+    # The master now equals the values. So clear the low bits of the master (the tensor "rest"), and the marks of
+    # elements that were rounded up. The marks are the tensor "rounded_up", or the sign bits of the second moment.
     for of in ("rest", "rounded_up"):
         if of in chunk.state:
             chunk.state[of].zero_()
@@ -288,7 +298,7 @@ def _rewritten(chunk: Chunk) -> None:
 
 
 def switch_mode(edits: Edits, mode: str) -> None:
-    """Runs the optimizer's `train` or `eval` (`mode`), and adds its changes to the last committed step.
+    """Runs `train()` or `eval()` of the optimizer (`mode`), and adds the resulting changes to the last committed step.
 
     Raises:
         UsageError: a step is staged.

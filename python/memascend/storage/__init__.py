@@ -8,7 +8,7 @@ the contents of a store; `formats` describes the formats of optimizer state on s
 Invariant: this package checks every tensor against the record's description (device, dtype, shape, order of dimensions)
 before it passes the tensor to Rust, and keeps the tensor alive until Rust has finished with it.
 
-Never: this package knows no model, module or optimizer of torch, and makes no plan.
+This package knows no model, module or optimizer of torch, and makes no plan.
 """
 
 from memascend._core import Checkers as Checkers

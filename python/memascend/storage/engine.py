@@ -27,9 +27,10 @@ class Chunk:
     # Values of the chunk, writable in place: one-dimensional, or in the record's shape under `apply(whole=True)`.
     values: torch.Tensor
     gradient: torch.Tensor | None  # gradient of the same elements, in the same layout; None if the job has no gradient
-    # State tensors by name, writable in place. A tensor of the record's shape has the layout of `values`. A tensor with
-    # one item for 8 or 256 elements, as some formats have, is given as the items of this chunk. Any other tensor is
-    # given whole: the same memory in every call, which the engine writes to storage after the last call.
+    # State tensors by name, writable in place. Of a state tensor with the record's shape, the dict has this chunk's
+    # part, in the layout of `values`. Of a state tensor with one item for every 8 or 256 elements (as in some formats),
+    # the dict has the items of this chunk. Any other state tensor is passed whole, in the same memory in every call;
+    # the engine writes such a tensor to storage after the last call.
     state: dict[str, torch.Tensor]
     start: int  # index of the chunk's first element in the record
     count: int  # number of elements; 0 in the only call for a record without elements
@@ -44,10 +45,9 @@ def adapter(
     whole: bool,
     before: Callable[[], None] | None = None,
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
-    """Returns a callback for the extension that wraps the engine's memory in a `Chunk` and calls `function`.
+    """Returns a callback for the extension. It wraps the engine's memory in a `Chunk`, and calls `function` with it.
 
-    `record` is an item of `Store.records`. Each call of the callback begins with `before()`, and then reads the
-    gradient.
+    `record` is an item of `Store.records`. The callback first calls `before()`, and then reads the gradient.
     """
     import torch
 
@@ -87,8 +87,9 @@ def adapter(
 def _take_threads(threads: int) -> None:
     """Sets the number of threads that torch uses in calls from the current thread.
 
-    The last bits of LAPACK's results depend on that number, so the engine's thread must use the number of the thread
-    that called `apply`. torch keeps one number for each thread; a new thread begins with all processors.
+    torch keeps a separate number for each thread, and a new thread begins with the number of processors. The last bits
+    of LAPACK's results depend on this number. So the engine's thread must use the number of the thread that called
+    `apply`.
     """
     import torch
 
@@ -97,7 +98,7 @@ def _take_threads(threads: int) -> None:
 
 
 def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
-    """Views the memory of a buffer as a one-dimensional tensor; torch itself rejects an empty buffer."""
+    """Returns a one-dimensional tensor in the memory of a buffer. The buffer may be empty, which torch rejects."""
     import torch
 
     with memoryview(lent) as view:
@@ -119,7 +120,7 @@ def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """The hyperparameters of one Adam update; its result is bit-identical to that of `memascend.kernels.adamw`."""
+    """The hyperparameters of one Adam update. The update is bit-identical to an update by `memascend.kernels.adamw`."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -165,12 +166,13 @@ class Engine(_core.Engine):
     ) -> None:
         """Queues the first values and state of a record; returns when the queue has room for them.
 
-        The tensors are on the CPU, contiguous in the record's order of dimensions. The engine holds them until they are
-        written; they must not change meanwhile. A missing state tensor is filled with zeros, or with the values if it
-        is a float32 "master" of the record's shape.
+        The tensors are on the CPU, contiguous in the record's order of dimensions. The engine refers to the tensors
+        until they are written; the tensors must not change before. A missing state tensor is filled with zeros, or with
+        the values if it is a float32 "master" of the record's shape.
 
-        State that the record's format stores in fewer bits may be given in float32. A "master" then takes the place of
-        "rest": its rounding must give `values`, or the job fails when it is written. Moments are rounded to nearest.
+        State that the record's format stores in fewer bits may be given in float32. A float32 "master" then replaces
+        "rest". If the rounded master differs from `values`, the job fails when the master is written. Moments are
+        rounded to the nearest stored value.
 
         `step` is the number of updates that led to this state.
 
@@ -192,7 +194,7 @@ class Engine(_core.Engine):
                 require(name, tensor, dtype, shape, stored_order(record, shape))
             places.append(None if tensor is None else place_of(tensor))
         if given:
-            raise ConfigError(f"{name!r} has no state called {next(iter(given))!r}")
+            raise ConfigError(f"{name!r} has no state tensor called {next(iter(given))!r}: leave it out")
         master, first, second = (None if tensor is None else place_of(tensor) for tensor in wide)
         self.fill_at(self.store.index(name), place_of(values), places, (master, first, second), step)
 
@@ -211,26 +213,27 @@ class Engine(_core.Engine):
 
         The engine's thread calls `function` under `no_grad` with the `Chunk`s of the record in order, and stages the
         values and state that `function` writes there. It runs one function at a time. `function` must not wait for the
-        engine. The chunk's tensors are views of the engine's memory: a tensor (or view) that is kept beyond the call
-        fails the step, so keep a `clone()`.
+        engine. The chunk's tensors are views of the engine's memory. If `function` keeps such a tensor, or a view of
+        it, after the call, the step fails: keep a `clone()` instead.
 
-        The engine holds `gradient` and `values` (see `update`) until it has used them; they must not change meanwhile.
-        Without `gradient` it uses the spilled gradient. `step` is the number of this update of the record, from 1.
+        The engine refers to `gradient` and `values` (see `update`) until it has used them; they must not change before.
+        Without `gradient`, the engine uses the spilled gradient. `step` is the number of this update of the record,
+        from 1.
 
         `whole` passes the record in one chunk, of the record's shape, in the memory that `Engine(whole=)` reserves. If
-        the record's format has a master, state in fewer bits is passed in float32 ("master" of 16-bit values, and
-        moments) and encoded again afterwards; 16-bit values then become the rounded master, whatever the function wrote
-        to them. The engine reads and writes other records while the function computes.
+        the record's format has a master, state that is stored in fewer bits is passed in float32 (the moments and, for
+        16-bit values, "master"), and encoded again afterwards. 16-bit values then become the rounded master, whatever
+        the function wrote to the values. The engine reads and writes other records while the function computes.
 
         `after_commit` has an effect if the record is kept in RAM and the store's durability is "none": the engine calls
         the function after the commit, on the record in RAM, without any I/O. An exception there ends the run, so the
         function must not fail.
 
         Raises:
-            ConfigError: the gradient does not match the record, or the record takes more than `Engine(whole=)`; the
-                message has both sizes. Nothing was begun.
-            UsageError: no gradient was given and none is spilled. Also, from a later call: the function raised; its
-                exception is the cause, and the step can only be discarded.
+            ConfigError: the gradient does not match the record, or the record needs more memory than `Engine(whole=)`
+                reserves; the message has both sizes. Nothing was begun.
+            UsageError: no gradient was given and none is spilled. A later call also raises UsageError if the function
+                raised an exception, which is then the cause; the step can only be discarded.
         """
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         before = gradient.order if isinstance(gradient, Lent) else None

@@ -36,13 +36,14 @@ def described_state(
 def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[str, torch.Tensor]:
     """Returns the state tensors that `form` stores for a parameter, on the meta device, in the order of `Record.state`.
 
-    Of `values`, only dtype, shape and strides matter. `form` names the format of the master, then that of the moments,
-    such as "compact 8bit". Master: "compact" stores only the bits that rounding to the values loses, "stochastic"
-    stores no master, otherwise it is float32. Moments: "bf16", "8bit", otherwise float32. `rule` is "adam" with two
-    moments, or "momentum" (SGD, Muon) with one.
+    Of `values`, only dtype, shape and strides matter. `form` names the format of the master and then the format of the
+    moments: "compact 8bit", for example. With "compact", the store has only those bits of the master that are lost when
+    the master is rounded to the values. With "stochastic", no master is stored. Otherwise the master is float32. The
+    moments are "bf16", "8bit" or otherwise float32. `rule` is "adam" with two moments, or "momentum" (SGD, Muon) with
+    one.
 
     Raises:
-        ConfigError: values of this dtype have no such state.
+        ConfigError: values of this dtype cannot have state in the format `form`.
     """
     import torch
 
@@ -58,8 +59,8 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
 def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
     """Decodes state from the format `form`; returns new float32 tensors.
 
-    The result has "master" and, by the rule of `state`, "exp_avg" and "exp_avg_sq" or "momentum_buffer". "master" is a
-    copy of `values` if the format stores no master. `values` and `state` may also be the parts of one chunk, as
+    The result has "master", and the same moments as `state`: "exp_avg" and "exp_avg_sq", or "momentum_buffer". "master"
+    is a copy of `values` if the format stores no master. `values` and `state` may also be the parts of one chunk, as
     `Store.scan` passes them. `values` must have no gaps.
 
     Raises:
@@ -70,14 +71,17 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
     from memascend.tensors import laid_out
 
     if not torch.ops.aten.is_non_overlapping_and_dense(values):
-        raise ConfigError("values with gaps, or of which several are one element, have no state: give .contiguous()")
+        raise ConfigError("values must not have gaps or overlapping elements: pass values.contiguous()")
 
     rule = _rule_of(state)
     described = state_tensors(values, form, rule)
     if {name: (tensor.dtype, tensor.shape) for name, tensor in described.items()} != {
         name: (tensor.dtype, tensor.shape) for name, tensor in state.items()
     }:
-        raise ConfigError(f"state of {list(state)} beside values of {values.dtype} is not in the format {form!r}")
+        raise ConfigError(
+            f"the state tensors {list(state)} of values of {values.dtype} are not in the format {form!r}: pass the "
+            "format in which the state was stored"
+        )
     strides = values.stride()
     # The extension takes mutable pointers to these tensors, but does not change them.
     given = {of: laid_out(state[of], strides) if _is_own(of) else state[of].contiguous() for of in described}
@@ -85,7 +89,8 @@ def decode_state(values: torch.Tensor, state: Mapping[str, torch.Tensor], form: 
         of: torch.empty_strided(values.shape, strides, dtype=torch.float32, device=values.device)
         for of in ("master", *_MOMENTS[rule])
     }
-    # The extension takes three addresses: of master, first and second moment. Momentum has no second moment: None.
+    # The extension takes the addresses of master, first moment and second moment. Momentum has no second moment, so the
+    # third address is None.
     places = [*(tensor.data_ptr() for tensor in wide.values()), None][:3]
     _core.state_decode(
         form,
@@ -105,14 +110,15 @@ def wide_parts(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Removes from `state` the float32 tensors that the record's format stores in fewer bits.
 
-    Returns master, first and second moment, each None if `state` has it in the stored format or not at all.
+    Returns (master, first moment, second moment). An item is None if `state` does not have this tensor, or has it in
+    the stored format.
     """
     import torch
 
     if not record["format"]:
         return None, None, None
     described = {name: getattr(torch, dtype) for name, dtype, _ in record["state"]}
-    # A given "master" replaces "rest". With neither, the values are the master.
+    # A given "master" replaces "rest". If `state` has neither, the values are the master.
     has_master = "rest" in described and "rest" not in state
     taken = [state.pop("master", None) if has_master else None]
     for name in _MOMENTS[_rule_of(described)]:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    # The descriptions that the extension's constructors accept. A tensor is (name, dtype, shape); a record is (is a
-    # buffer, index of its unit, values, state, order, spill dtype, format, first element).
+    # The descriptions that the extension's constructors accept. A tensor is (name, dtype, shape); a record is (True for
+    # a buffer, index of the record's unit, values, state, order, spill dtype, format, first element).
     Tensor = tuple[str, str, list[int]]
     Described = tuple[bool, int, Tensor, list[Tensor], list[int], str | None, str | None, int | None]
 
 
 class Lent(NamedTuple):
-    """A gradient in memory that the extension cannot read, with a function that copies parts of it to host memory."""
+    """A gradient in memory that the extension cannot read, and a function that copies its parts to host memory."""
 
     tensor: torch.Tensor  # the gradient, on any device, without gaps in the stored order of its parameter's dimensions
     # The engine's thread calls `window` with (first byte, number of bytes). `window` returns (address, first byte,
@@ -45,24 +45,30 @@ def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, 
 
 
 def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order: Sequence[int] | None) -> None:
-    """Rejects a tensor that is not on the CPU, has another dtype or shape, or is not contiguous in this order."""
+    """Rejects a tensor that is not on the CPU, or does not have this dtype, shape and order of dimensions."""
     if tensor.device.type != "cpu":
-        raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}")
+        raise ConfigError(f"the tensors of {name!r} must be on the CPU, not on {tensor.device}: pass tensor.cpu()")
     if order is None and not tensor.is_contiguous():
-        raise ConfigError(f"the tensors of {name!r} must be contiguous")
+        raise ConfigError(f"the tensors of {name!r} must be contiguous: pass tensor.contiguous()")
     if order is not None and not (len(order) == tensor.dim() and tensor.permute(tuple(order)).is_contiguous()):
-        raise ConfigError(f"the tensors of {name!r} must have their dimensions in memory in the order {list(order)}")
+        raise ConfigError(
+            f"the strides of the tensors of {name!r} must decrease in the order of dimensions {list(order)}, without "
+            "gaps: pass copies with such strides"
+        )
     got = str(tensor.dtype).removeprefix("torch.")
     if got != dtype or list(tensor.shape) != shape:
-        raise ConfigError(f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, not {dtype} of {shape}")
+        raise ConfigError(
+            f"a tensor of {name!r} is {got} of shape {list(tensor.shape)}, but must be {dtype} of shape {shape}"
+        )
 
 
-# A chunk's state is one I/O request of at most these bytes. Disks are slower with smaller requests; slightly more state
-# would need a large and a small request.
+# The largest number of bytes of a chunk's state, which one I/O request moves. Disks are slower with smaller requests.
+# Slightly more state would need a second, small request.
 _REQUEST_BYTES = 1 << 20
-# The most elements of a chunk: an engine's staging chunks, with 16-bit gradients, stay within 16 MiB.
+# The largest number of elements of a chunk. With it, an engine's staging chunks stay within 16 MiB if gradients are
+# 16-bit.
 CHUNK_ELEMENTS = 98_304
-# The elements of a chunk are a multiple of this.
+# The number of elements of a chunk is a multiple of this number.
 _CHUNK_GRAIN = 2_048
 
 
@@ -80,7 +86,7 @@ class Record:
             Values, gradients and state of the record's shape are stored in this order, other state in row-major order.
         spill: the dtype of gradients that may be spilled; None reserves no space for them.
         format: the format of the state; `state` then has the tensors that `state_tensors` describes. None: the store
-            takes each tensor as it is, and finds the compact format by its tensors.
+            takes each tensor as it is, and detects from `state` whether the format is the compact one.
         first_element: for a shard (rows of a parameter), the index of its first element in the whole parameter; None:
             the record has the whole parameter.
     """
@@ -133,7 +139,7 @@ def sizes(
 
 
 def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
-    """Returns a function of (names of records, steps) that computes the bytes of a gradient log for them."""
+    """Returns a function of (names of records, steps) that returns the bytes of a gradient log of these records."""
     units, described = description(records)
     chunk = chunk_elements_of(records)
     numbers = {record.name: number for number, record in enumerate(records)}
@@ -145,7 +151,7 @@ def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
 
 
 def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
-    """Returns the bytes by which a store grows so that the updates of `deferred` may be deferred.
+    """Returns the bytes by which a store grows so that updates of the records in `deferred` may be deferred.
 
     Each record that may spill gets a second place for its gradient.
     """
@@ -167,8 +173,8 @@ def chunk_elements_of(records: Sequence[Record]) -> int:
     def fitting(grain: int) -> int:
         return max(grain, min(_REQUEST_BYTES // max([1, *widths]) // grain * grain, CHUNK_ELEMENTS))
 
-    # Each chunk but the last must end at a page boundary. If the finer grain ensures that for all records, keep it: a
-    # resume computes the size of a chunk again, and the result must equal the chunk size of the store.
+    # Each chunk except the last must end at a page boundary. Use `PAGE_BYTES` as the grain only if a record needs it: a
+    # resume computes the chunk size again, and must get the chunk size of the existing store.
     chunk = fitting(_CHUNK_GRAIN)
     ends_inside_a_page = any(
         record.values.numel() > chunk and chunk * size % PAGE_BYTES

@@ -39,13 +39,14 @@ CommitOfRank = tuple[bytes, int, bytes, int, int]
 # `commit_as` of a store or of its engine: takes the step, user state and hyperparameters as JSON texts, and with
 # several ranks a `CommitOfRank` and an `Agree`; returns the generation.
 CommitOfOne = Callable[[int, str | None, str | None, CommitOfRank | None, Agree | None], int]
-_RESCUE = "is gone with the end of this run; keep it with optimizer.save(folder)"
-# Texts for the error of `Store.lost`, which begins with the path, by the results of `lost_file()`.
+_RESCUE = "is lost when this run ends; call optimizer.save(folder) to keep it"
+# The texts of the error that `Store.lost` returns, by the result of `lost_file()`. In the error, the file's path
+# precedes the text.
 _LOST = {
     "deleted": f"was deleted while its store was in use: the data in it {_RESCUE}",
-    "moved": "was moved while its store was in use: the file has all committed steps, under its new name",
-    "truncated": f"was truncated while its store was in use: the data behind its new end {_RESCUE}",
-    "replaced": "is now another file than that of the store in use: unless the store's file was moved, the data in it "
+    "moved": "was moved while its store was in use: all committed steps are in the file under its new name",
+    "truncated": f"was truncated while its store was in use: the data after its new end {_RESCUE}",
+    "replaced": "was replaced by another file while its store was in use: unless the store's file was moved, its data "
     f"{_RESCUE}",
 }
 _Path = str | os.PathLike[str]
@@ -59,8 +60,8 @@ def pending_file(file: Path) -> Path:
 def foreign_contents_error(path: str, what: str) -> CorruptionError:
     """Makes the error for a store with right checksums whose contents no version of memascend writes."""
     return CorruptionError(
-        f"{path}: {what}. The checksum is right, so another program wrote that; restore the store from a copy, or "
-        "try existing='previous', which opens the commit before",
+        f"{path}: {what}. The checksum is right, so another program wrote these contents. Restore the store from a "
+        "copy, or pass existing='previous' to open the commit before the last",
         path=path,
     )
 
@@ -71,7 +72,7 @@ class Store(_core.Store):
     __slots__ = ("_shared",)
 
     def __init__(self, *_: Any) -> None:
-        """Begins without other ranks; call `create` or `open` instead, whose arguments `__new__` takes."""
+        """Begins without other ranks. To get a store, call `create` or `open`; they pass arguments to `__new__`."""
         self._shared: Agreement | None = None
 
     @classmethod
@@ -97,13 +98,14 @@ class Store(_core.Store):
             existing: what to do with an existing store. "refuse" raises. "resume" opens its last committed step.
                 "replace" creates a new store in its place. "previous" opens the commit before the last; storage keeps
                 the last commit until `go_back()` drops it, and nothing can be staged before that.
-            durability: "step": commits survive a loss of power; "none": no commit survives before `close()`.
+            durability: "step": commits survive a loss of power. "none": commits are kept only after `close()`.
             chunk_elements: elements of a chunk, a multiple of 2,048; a multiple of 4,096 if a record has one-byte
                 values and more than one chunk; None: as `chunk_elements_of` returns.
 
         Raises:
-            ConfigError: an argument is wrong, or an existing store does not fit or is refused by `existing`.
-            StorageError: a device is full, foreign or in use; nothing was changed.
+            ConfigError: an argument is wrong, or an existing store does not fit, or `existing` does not allow an
+                existing store.
+            StorageError: a device is full, is in use or has foreign contents; nothing was changed.
             CorruptionError: the existing store is damaged; the message says where.
         """
         units, described = description(records)
@@ -121,17 +123,18 @@ class Store(_core.Store):
         """Opens an existing store at its last committed step, or with `existing="previous"` at the commit before it.
 
         "previous" is for a store whose newest commit is damaged or unwanted. `open` first verifies every byte of the
-        other commit, and changes nothing if a byte is wrong. Then it drops the newest commit durably. "previous" works
-        until the next step begins, since each step overwrites the commit before the last.
+        commit before the last, and changes nothing if a byte is wrong. Then `open` drops the newest commit durably.
+        "previous" works until the next step begins, since each step overwrites the commit before the last.
 
         Raises:
             ConfigError: `existing` is "previous", and the store has only one commit.
-            StorageError: no store exists at `paths`, or the store is unfinished, unclosed, of another version, or lacks
-                a device.
-            CorruptionError: the store is damaged; the message says where, and whether the other commit may be whole.
+            StorageError: no store exists at `paths`, or the store is unfinished, unclosed or of another version, or one
+                of its devices is missing.
+            CorruptionError: the store is damaged; the message says where, and whether the other commit may be
+                undamaged.
         """
         if existing not in ("resume", "previous"):
-            raise ConfigError(f"a store is opened with existing='resume' or 'previous', not {existing!r}")
+            raise ConfigError(f"existing must be 'resume' or 'previous' when a store is opened, not {existing!r}")
         store = cls(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, existing, durability)
         try:
             store.go_back()
@@ -162,7 +165,7 @@ class Store(_core.Store):
         except (ValueError, RecursionError) as error:
             what = {"user": "user_state", "hyperparameters": "the hyperparameters"}[which]
             raise foreign_contents_error(
-                info["devices"][0], f"{what} of step {info['step']} are no JSON: {error}"
+                info["devices"][0], f"{what} of step {info['step']} cannot be read as JSON: {error}"
             ) from error
 
     def records(self) -> list[dict[str, Any]]:
@@ -196,8 +199,8 @@ class Store(_core.Store):
         """Reads records of the last commit in the order of `names`, chunk by chunk, in a fixed amount of memory.
 
         `scan` calls `visit` for each chunk, with the record's name and the parts of the chunk: values and state of the
-        same elements. State whose shape differs from the record's is passed in separate calls. The memory of the parts
-        is reused after each call. `visit` must not commit.
+        same elements. State whose shape differs from the record's shape is passed in separate calls. The memory of the
+        parts is reused after each call. `visit` must not commit.
 
         Raises:
             CorruptionError: a checksum does not match.
@@ -274,7 +277,7 @@ def _json_of(value: Any) -> str | None:
     try:
         return None if value is None else json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"only JSON values can be committed: {error}") from error
+        raise ConfigError(f"user_state and hyperparameters must be JSON values: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,10 +286,10 @@ class Commit:
 
     generation: int | None  # number of the commit; None if its root is damaged
     step: int | None  # number of committed steps; None if its catalog is damaged
-    extents: int  # number of extents with a right checksum
-    nbytes: int  # bytes of those extents
+    extents: int  # number of extents with a correct checksum
+    nbytes: int  # bytes of the extents with a correct checksum
     damages: list[str]  # descriptions of the first damages
-    others: int  # number of further damages
+    others: int  # number of damages that `damages` does not list
 
     @property
     def whole(self) -> bool:
@@ -300,13 +303,13 @@ class NamedCommit(NamedTuple):
     generation: int  # number of the commit in this store
     run: bytes  # id of the run of several ranks that made the commit; zeros for a single process
     number: int  # number of the commit in that run, the same on all ranks
-    # Hash of the commit's history, the same on all ranks: tells apart commits of this number after the stores were
-    # resumed twice from an earlier commit. Zeros for a single process.
+    # Hash of the commit's history, the same on all ranks. If a run was resumed twice from an earlier commit, two
+    # commits may have the same `number`, but they have different identities. Zeros for a single process.
     identity: bytes
     rank: int  # rank that owns the store
     ranks: int  # number of ranks of the run; 0 for a single process
-    # False if later commits in memory may have overwritten the commit: under durability "none", until the store is
-    # closed.
+    # False if later commits in memory may have overwritten the commit on storage. This is so under durability "none",
+    # until the store is closed.
     kept: bool
 
 
@@ -353,14 +356,14 @@ def newest(paths: Sequence[str]) -> tuple[dict[str, Any], int] | None:
         return None
     named = commits(paths)
     if named is None or not named[0]:
-        # The paths hold no store, or one whose first write did not finish.
+        # The paths have no store, or a store whose first write did not finish.
         return None
     with look(paths) as store:
         return store.hyperparameters or {}, store.step
 
 
 def look(paths: _Path | Sequence[_Path]) -> Store:
-    """Opens a store read-only at its newest commit with an undamaged catalog, even if `Store.open` would reject it.
+    """Opens a store read-only at its newest commit with an undamaged catalog, even if `Store.open` rejects the store.
 
     `Engine` can stage nothing in this store, and `close()` changes nothing on storage.
 

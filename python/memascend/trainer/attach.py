@@ -1,4 +1,4 @@
-"""Implements `memascend.trainer.offload()`: checks a Trainer, offloads its model, and resumes it at the stored step."""
+"""Implements `memascend.trainer.offload()`: checks a Trainer, offloads its model, and resumes at the stored step."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 _Path = str | os.PathLike[str]
 _log = logging.getLogger("memascend")
 _REFUSED = {
-    "deepspeed": "it offloads by itself: leave it out",
-    "auto_find_batch_size": "it restarts the training in the midst of a step: give per_device_train_batch_size",
-    "sync_ref_model": "it writes to the reference's weights between steps: leave it out",
-    "ignore_data_skip": "a resume goes on in the midst of the data: leave it out",
+    "deepspeed": "DeepSpeed offloads the model itself. Remove the DeepSpeed settings",
+    "auto_find_batch_size": "it restarts the training in the middle of a step. Set per_device_train_batch_size instead",
+    "sync_ref_model": "it changes the reference model's weights between steps. Remove this argument",
+    "ignore_data_skip": "memascend resumes in the middle of the data. Remove this argument",
 }
 
 
@@ -53,33 +53,35 @@ def offload(
     keep: Sequence[str] = (),
     **options: Any,
 ) -> OffloadedOptimizer | None:
-    """Offloads the model and the optimizer of a Trainer: call it right before `trainer.train()`.
+    """Offloads the model and the optimizer of a Trainer. Call this function right before `trainer.train()`.
 
-    The same script, started again, continues at the next step, bit for bit, whenever and however its process ended. The
-    Trainer's arguments decide the optimizer, its groups and its schedule.
+    If the process ends early, start the same script again. The training then continues at the next step, with the same
+    bits as an uninterrupted training. The Trainer's arguments determine the optimizer, its parameter groups and its
+    learning-rate schedule.
 
     Args:
-        trainer: a Trainer of transformers, TRL or sentence-transformers, or your subclass of one.
-        storage: see `memascend.offload()`.
+        trainer: a Trainer of transformers, TRL or sentence-transformers, or your subclass of one of these Trainers.
+        storage: the path or the paths of the store; see `memascend.offload()`.
         existing: what to do if `storage` already holds a store; see `memascend.offload()`.
-        clipping: "torch": the Trainer computes norms and clips with torch, bit-identical to the Trainer in memory.
-            "exact": `step()` clips to the arguments' `max_grad_norm`, by a norm that does not depend on the number of
-            ranks and needs no second read of accumulated gradients; the Trainer logs this norm. None: a resumed
-            training keeps its clipping; a new training uses "torch", but "exact" under FSDP2 or if the option
-            `max_grad_norm` is given.
-        keep: names of attributes of the Trainer that each commit stores and a resume restores: numbers, texts, and
-            containers of them, such as values that a subclass collects for its log. A warning names changing
-            attributes that `keep` lacks.
-        options: all other options of `memascend.offload()`. The default of `host_memory` is "auto": as much as the
-            machine can spare.
+        clipping: "torch": the Trainer computes the gradient norm and clips with torch. The results are bit-identical to
+            training in memory. "exact": `step()` clips to the arguments' `max_grad_norm`, and the Trainer logs the norm
+            that `step()` computed. This norm does not depend on the number of ranks, and `step()` reads accumulated
+            gradients only once. None: a resumed training keeps its clipping. A new training uses "exact" under FSDP2 or
+            if you pass the option `max_grad_norm`, otherwise "torch".
+        keep: names of attributes of the Trainer. Each commit stores these attributes, and a resume restores them. Their
+            values must be numbers, texts, or containers of numbers and texts. For example, use `keep` for values that a
+            subclass collects for its log. A warning lists attributes that change during training but are missing in
+            `keep`.
+        options: all other options of `memascend.offload()`. The default of `host_memory` is "auto", which uses as much
+            memory as the machine can spare.
 
     Returns:
-        The optimizer that `memascend.offload()` returned; the Trainer uses it from this call on. None under FSDP2,
-        where `train()` makes the optimizer.
+        The optimizer that `memascend.offload()` returned; the Trainer uses it from this call on. Under FSDP2 returns
+        None, because `train()` makes the optimizer later.
 
     Raises:
-        ConfigError: the Trainer, an option or the store does not fit; or the store belongs to another run, and the
-            message names the differences. Nothing was changed.
+        ConfigError: the Trainer or an option is not supported, or the store belongs to another run. The message lists
+            the differences between the runs. Nothing was changed.
     """
     names.require(trainer)
     if clipping not in (None, "torch", "exact"):
@@ -116,12 +118,13 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     """Offloads model and optimizer now or, under FSDP2, later within `train()`."""
     if resume.clips_exactly:
         _log.info(
-            "clipping: %s within step(), which logs its norm; clipping='torch' clips as the Trainer in memory does",
+            "step() clips to max_grad_norm=%s, and the Trainer logs the norm that step() computed. Pass "
+            "clipping='torch' to clip with torch",
             options["max_grad_norm"],
         )
     if getattr(trainer.args, "precompute_ref_log_probs", False):
-        # TRL hashed the weights through numpy(), so torch marks their memory as shared, which offload() rejects: copy
-        # each weight.
+        # TRL called numpy() on the weights to hash them, so torch marks the memory of the weights as shared. offload()
+        # rejects shared memory: copy each weight into memory that is not shared.
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             for parameter in () if model is None else model.parameters():
                 parameter.data = parameter.data.clone()
@@ -145,16 +148,16 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
 
     if trainer.is_fsdp_enabled:
         # Reduce gradients in each micro-batch. Otherwise each rank would accumulate unsharded gradients of the whole
-        # model in memory, and in another order than one process does.
+        # model in memory, and would add them in a different order than a single process.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # train() shards the model, which replaces its parameters: offload them afterwards.
+        # train() shards the model and so replaces the model's parameters: offload the new parameters afterwards.
         resume.begin_late(begin)
         return None
     return begin()
 
 
 def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None:
-    """Connects the Trainer to the offloaded optimizer and resumes at the position in the store, if there is one."""
+    """Connects the Trainer to the offloaded optimizer. Resumes at the store's position, if the store has one."""
     metadata = session_of(optimizer).run.metadata
     kept = None
     if metadata.position is not None:
@@ -162,18 +165,19 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
         if kept.get("left_out"):
-            _log.info("%d lines of the log history are older than the store keeps", kept["left_out"])
+            _log.info("the store has no room for the oldest %d lines of the log history", kept["left_out"])
     elif metadata.step:
         raise ConfigError(
-            f"this begins after {metadata.step} steps that no memascend.trainer.offload() made, so its place in the "
-            "data is not known: begin from weights alone, or train on with memascend.offload() and Callback()"
+            f"the store or the checkpoint has {metadata.step} steps that were trained without "
+            "memascend.trainer.offload(), so the position in the data is not known. Start from the weights alone, or "
+            "continue the training with memascend.offload() and Callback()"
         )
     callback = OffloadCallback(resume)
     callback.attach(optimizer)
     callbacks = trainer.callback_handler.callbacks
     for printing in [one for one in callbacks if isinstance(one, names.PRINTING)]:
         print_in_words(printing)
-    # Insert `callback` and the display before the callbacks that report the log, so that its lines already have
+    # Insert `callback` and the display before the callbacks that report the log, so that the reported lines have
     # memascend's figures.
     assert resume.display is not None
     callbacks[:0] = [callback, resume.display]
@@ -184,20 +188,23 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
 
 
 class OffloadCallback(Callback):
-    """The callback that `memascend.trainer.offload()` adds; `Resume` stores the scheduler in the Trainer's position."""
+    """The callback that `memascend.trainer.offload()` adds.
+
+    This callback does not store the scheduler, because `Resume` stores the scheduler in the Trainer's position.
+    """
 
     def __init__(self, resume: Resume) -> None:
         super().__init__()
         self._resume = resume
 
     def on_train_begin(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
-        """Checks that `train()` uses the offloaded model and optimizer; then restores the training."""
+        """Checks that `train()` uses the offloaded model and optimizer. Restores the Trainer's state at a resume."""
         assert self._session is not None
         model = others["model"]
         if offloaded_optimizer(others.get("optimizer")) is None or self._session.attachment.model is not model:
             raise UsageError(
-                "the Trainer has another model or optimizer than memascend.trainer.offload() was given: make that call "
-                "right before train(), after any code that replaces them"
+                "the Trainer's model or optimizer was replaced after memascend.trainer.offload(). Call "
+                "memascend.trainer.offload() right before train(), after any code that replaces the model or optimizer"
             )
         super().on_train_begin(args, state, *given, **others)
         self._resume.begin_training()
@@ -206,22 +213,22 @@ class OffloadCallback(Callback):
         pass
 
     def on_optimizer_step(self, *given: Any, **others: Any) -> None:
-        """Marks a step that `nonfinite="skip"` dropped as skipped in accelerate: the Trainer advances no scheduler."""
+        """Tells accelerate if `nonfinite="skip"` dropped this step: then the Trainer does not advance its scheduler."""
         super().on_optimizer_step(*given, **others)
         assert self._session is not None
         if self._session.nonfinite == "skip":
             setattr(others["optimizer"], names.SKIPPED, self._session.overflowed)
 
     def on_save(self, args: Any, state: Any, *given: Any, **others: Any) -> None:
-        """Adds memascend's files to a checkpoint; under FSDP2 `Resume` has already written them on all ranks."""
+        """Adds memascend's files to a checkpoint; under FSDP2 `Resume` has already written these files on all ranks."""
         if args.world_size == 1:
             super().on_save(args, state, *given, **others)
         if args.should_save and not args.save_only_model:
             _block_plain_resume(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
 
-# `_block_plain_resume()` adds this text as a field of trainer_state.json. A Trainer without memascend passes it to
-# TrainerState() as an unknown argument, and the TypeError shows the text.
+# `_block_plain_resume()` adds this text as a field of trainer_state.json. A Trainer without memascend passes this field
+# to TrainerState() as an unknown argument, and the TypeError shows the text.
 _NOTICE = (
     "the optimizer's state of this checkpoint is memascend's: resume it by memascend.trainer.offload(trainer, "
     "storage=..., existing='replace', checkpoint=THIS FOLDER)"
@@ -229,7 +236,7 @@ _NOTICE = (
 
 
 def _block_plain_resume(folder: Path) -> None:
-    """Makes a resume without memascend fail with `_NOTICE`: it would silently continue with a fresh optimizer."""
+    """Makes a resume without memascend fail with `_NOTICE`. The resume would otherwise silently use a new optimizer."""
     file = folder / names.STATE
     state = json.loads(file.read_text())
     new = file.with_suffix(".new")
@@ -238,54 +245,57 @@ def _block_plain_resume(folder: Path) -> None:
 
 
 def _require_plain(trainer: Any) -> None:
-    """Rejects settings that make an exact resume impossible, or that silently replace model or optimizer."""
+    """Rejects settings that make an exact resume impossible, or that silently replace the model or the optimizer."""
     args = trainer.args
     if trainer.model_init is not None:
-        raise ConfigError("model_init= makes another model in train(), which was not offloaded: give model=")
+        raise ConfigError(
+            "with model_init=, train() makes a new model that is not offloaded. Pass model= to the Trainer"
+        )
     for name, why in _REFUSED.items():
         if getattr(args, name, None) or getattr(trainer, f"is_{name}_enabled", False):
             raise ConfigError(f"memascend.trainer.offload() cannot train with {name}: {why}")
-    # GRPOTrainer and RLOOTrainer have these arguments.
+    # Only GRPOTrainer and RLOOTrainer have `steps_per_generation` and `num_iterations`.
     generated = (getattr(args, "steps_per_generation", None) or 1) * getattr(args, "num_iterations", 1)
     if args.gradient_accumulation_steps % generated:
         raise ConfigError(
             f"one generation serves {generated} micro-batches, but a step takes {args.gradient_accumulation_steps}. So "
-            "completions would wait for a later step, and a commit does not hold them: give steps_per_generation="
-            f"{args.gradient_accumulation_steps} and num_iterations=1"
+            "completions would remain for a later step, but a commit cannot store completions. Set "
+            f"steps_per_generation={args.gradient_accumulation_steps} and num_iterations=1"
         )
     if args.n_gpu > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs in one process are DataParallel, which copies the model to each: give one by "
-            "CUDA_VISIBLE_DEVICES, or start a process for each by torchrun, with FSDP2"
+            f"with {args.n_gpu} GPUs in one process, the Trainer uses DataParallel, which copies the model to each "
+            "GPU. Select one GPU with CUDA_VISIBLE_DEVICES, or start one process per GPU with torchrun and FSDP2"
         )
     _require_ranks(trainer)
     _require_no_weights_of_loss(trainer)
     if any(isinstance(one, Callback) for one in trainer.callback_handler.callbacks):
-        raise ConfigError("memascend.trainer.offload() adds its callback itself: leave Callback() out")
+        raise ConfigError("memascend.trainer.offload() adds its callback itself. Remove Callback() from callbacks=")
 
 
 def _require_no_weights_of_loss(trainer: Any) -> None:
-    """Rejects a loss of sentence-transformers that has parameters besides those of the model."""
+    """Rejects a loss of sentence-transformers if some parameters of the loss do not belong to the model."""
     loss = getattr(trainer, "loss", None)
     if isinstance(loss, torch.nn.Module):
         known = {id(parameter) for parameter in trainer.model.parameters()}
         own = [name for name, parameter in loss.named_parameters() if id(parameter) not in known]
         if own:
             raise ConfigError(
-                f"{type(loss).__name__} has weights of its own ({', '.join(own)}), which are no part of the model: "
-                "take a loss without weights (CoSENTLoss, MultipleNegativesRankingLoss), or "
-                "train this one without memascend"
+                f"{type(loss).__name__} has weights ({', '.join(own)}) that are not part of the model, so memascend "
+                "would not train them. Use a loss without weights (CoSENTLoss, MultipleNegativesRankingLoss), or train "
+                "with this loss without memascend"
             )
 
 
 def _require_kept(trainer: Any, keep: Sequence[str]) -> None:
-    """Rejects names of attributes that the Trainer lacks, and values that a commit cannot store."""
+    """Rejects names in `keep` that are not attributes of the Trainer, and attributes that a commit cannot store."""
     if isinstance(keep, str):
-        raise ConfigError(f"keep= takes names of attributes in a list: give keep=[{keep!r}]")
+        raise ConfigError(f"keep= must be a list of attribute names: pass keep=[{keep!r}]")
     for name in keep:
         if name not in vars(trainer):
             raise ConfigError(
-                f"keep= has {name!r}, and {type(trainer).__name__} has no such attribute: set it in __init__()"
+                f"keep= has {name!r}, but {type(trainer).__name__} has no attribute of this name. Set the attribute in "
+                "__init__(), or remove the name from keep="
             )
         packed(getattr(trainer, name), f"{name!r} of keep=")
 
@@ -295,36 +305,40 @@ def _require_ranks(trainer: Any) -> None:
     if not trainer.is_fsdp_enabled:
         if args.world_size > 1:
             raise ConfigError(
-                f"several processes without FSDP2 are DDP, which copies the model to each: {_FSDP2}, or start it by "
-                "`accelerate launch` with fsdp_version: 2"
+                "several processes without FSDP2 use DDP, which copies the whole model to each process, so "
+                f"memascend does not support DDP: {_FSDP2}, or start the script with `accelerate launch` and "
+                "fsdp_version: 2"
             )
         return
     if sources_of(trainer.model) is not None:
         raise ConfigError(
-            "a model from loading() has no memory yet, and accelerate shards values in memory: make it outside of "
-            "loading()"
+            "a model from loading() has no values in memory yet, but accelerate can only shard values in memory. Make "
+            "the model outside of loading()"
         )
     plugin = trainer.accelerator.state.fsdp_plugin
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     others = [] if parallel is None else parallel.non_dp_dim_names
     refused = (
-        (getattr(plugin, "fsdp_version", 1) != 2, f"FSDP1 flattens parameters: {_FSDP2}"),
+        (
+            getattr(plugin, "fsdp_version", 1) != 2,
+            f"FSDP1 flattens parameters, which memascend does not support: {_FSDP2}",
+        ),
         (
             type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
-            "cpu_offload of the FSDP settings moves parameters, which offload() does itself: leave it out",
+            "cpu_offload in the FSDP settings moves parameters, which offload() does itself. Remove cpu_offload",
         ),
         (
             args.load_best_model_at_end and not isinstance(trainer.model, names.PreTrainedModel),
-            "load_best_model_at_end under FSDP2 takes models of transformers alone: leave it out",
+            "load_best_model_at_end under FSDP2 works only with models of transformers. Remove load_best_model_at_end",
         ),
         (
             bool(plugin.activation_checkpointing),
-            "activation_checkpointing of the FSDP settings renames parameters: give gradient_checkpointing=True",
+            "activation_checkpointing in the FSDP settings renames parameters. Set gradient_checkpointing=True instead",
         ),
-        (bool(plugin.ignored_modules), "ignored_modules of the FSDP settings are not sharded: leave it out"),
+        (bool(plugin.ignored_modules), "FSDP does not shard ignored_modules. Remove it from the FSDP settings"),
         (
             bool(others),
-            f"parallelism_config has {', '.join(others)}, which shards other things than rows: leave it out",
+            f"parallelism_config has {', '.join(others)}, but memascend supports only sharding by rows. Remove it",
         ),
     )
     for is_so, why in refused:
@@ -332,22 +346,26 @@ def _require_ranks(trainer: Any) -> None:
             raise ConfigError(why)
 
 
-_FSDP2 = "give TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
+_FSDP2 = "set TrainingArguments(fsdp=True, fsdp_config={'version': 2})"
 
 
-# `optim=` of bitsandbytes' AdamW -> `state=` of `memascend.offload()`. Streaming replaces the paging of "paged_...".
+# Value of `optim=` for bitsandbytes' AdamW -> value of `state=` for `memascend.offload()`. memascend streams all
+# optimizer state, so the "paged_..." optimizers need no paging.
 _ADAMW = dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit") | {"paged_adamw_32bit": None}
-# Prefixes of `optim=`: bitsandbytes' other optimizers, and LOMO optimizers, which update parameters in the backward.
+# Prefixes of `optim=` for optimizers that cannot stream: bitsandbytes' optimizers besides AdamW, and the LOMO
+# optimizers, which update parameters in the backward.
 _CANNOT_STREAM = ("ademamix", "lion", "paged_ademamix", "paged_lion", "rmsprop_bnb", "lomo", "adalomo")
 _LAYERWISE = "_layerwise"
 _STREAMS = (
     "adamw_torch, adamw_torch_fused, adamw_8bit, adamw_torch_8bit, adamw_torch_4bit, adafactor, sgd, adagrad, rmsprop, "
-    "schedule_free_adamw, or one of yours by optimizers=(optimizer, None)"
+    "schedule_free_adamw, or your own, as optimizers=(optimizer, None)"
 )
 
 
 def prepare_optimizer(trainer: Any) -> dict[str, Any]:
-    """Replaces bitsandbytes' AdamW by torch's; returns options of `offload()` that store state in the same format.
+    """Replaces bitsandbytes' AdamW by torch's AdamW.
+
+    Returns the options with which `offload()` stores the optimizer state in the format of the replaced optimizer.
 
     Raises:
         ConfigError: `optim=` names an optimizer that cannot stream.
@@ -357,21 +375,24 @@ def prepare_optimizer(trainer: Any) -> dict[str, Any]:
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return {}
     if name.startswith(_CANNOT_STREAM) or name.endswith(_LAYERWISE):
-        raise ConfigError(f"optim={name!r} cannot stream; these can: {_STREAMS}")
+        raise ConfigError(f"memascend cannot stream optim={name!r}. Use one of these optimizers: {_STREAMS}")
     if name not in _ADAMW:
         return {}
     options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     trainer.optimizer_cls_and_kwargs = (torch.optim.AdamW, options)
     state = _ADAMW[name]
-    _log.info("optim=%r is torch's AdamW with state=%r here, and not bitsandbytes'", name, state)
+    _log.info("optim=%r: memascend uses torch's AdamW with state=%r instead of bitsandbytes' AdamW", name, state)
     return {} if state is None else {"state": state}
 
 
 def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) -> Literal["torch", "exact"]:
-    """Chooses the clipping if the caller gave none: the stored training's or checkpoint's, else the default."""
+    """Chooses the clipping if the caller gave none.
+
+    A stored training or a checkpoint keeps its clipping; a new training gets the default.
+    """
     if "max_grad_norm" in options:
         return "exact"
-    # torch's norm of sharded gradients depends on the number of ranks.
+    # torch's norm of sharded gradients depends on the number of ranks, so the default under FSDP2 is "exact".
     default: Literal["torch", "exact"] = "exact" if trainer.is_fsdp_enabled else "torch"
     positions = [decoded(one, file) for file, one, _ in _commits(paths, trainer) if one is not None]
     if not positions and options.get("checkpoint") is not None:
@@ -381,7 +402,7 @@ def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) ->
         return default
     stored = positions[0]["run"].get("others", {}).get("clipping", default).partition(" ")[0]
     if stored != default:
-        _log.info("clipping=%r, by which the stored training began; new trainings use %r", stored, default)
+        _log.info("clipping=%r, because the stored training began with it; new trainings use %r", stored, default)
     return "exact" if stored == "exact" else "torch"
 
 
@@ -393,13 +414,17 @@ def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]
             require_same(decoded(position, file), run, trainer)
         elif step:
             raise ConfigError(
-                f"the store at {file} has {step} steps that no Trainer made, so that its place in the data is not "
-                'known: give another storage=, or existing="replace" to begin anew'
+                f"the store at {file} has {step} steps that were trained without memascend.trainer.offload(), so the "
+                'position in the data is not known. Pass another storage=, or existing="replace" to start a new '
+                "training"
             )
 
 
 def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Iterator[tuple[str, str | None, int]]:
-    """Yields file, position and step of each store at this rank's first `most` possible paths; None: at all paths."""
+    """Yields the file, the position and the step of each store that exists.
+
+    `most`: the number of this rank's possible paths that are checked; None to check all of these paths.
+    """
     places = [os.path.expanduser(path) for path in paths]  # noqa: PTH111
     possible = candidates(places, trainer.args.process_index, trainer.args.world_size) if places else []
     for place in possible[:most]:
@@ -410,12 +435,13 @@ def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Ite
 
 
 def _commit_in(files: Sequence[str]) -> tuple[str | None, int] | None:
-    """Returns the position and step of a store; None if it does not exist yet or is in use."""
+    """Returns the position and the step of a store; None if the store does not exist yet or is in use."""
     try:
         found = newest(files)
     except StorageError as error:
         if error.errno is None:
             raise
-        # The store is in use, perhaps by an earlier run of this process: offload() decides what to do.
+        # The store is in use, perhaps by an earlier run of this process. The later call of offload() decides what to
+        # do.
         return None
     return None if found is None else (found[0].get("position"), found[1])

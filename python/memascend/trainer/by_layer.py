@@ -1,6 +1,7 @@
-"""Computes the micro-batches of a Trainer's step by layer, if all code that takes part was tested to be exact by layer.
+"""Computes the micro-batches of a Trainer's step by layer, if all code of the step was tested by layer.
 
-By layer means that each unit computes all micro-batches before the next unit computes: each unit is read once per step.
+By layer means that each unit computes all micro-batches before the next unit begins. So each unit is read only once for
+all micro-batches.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from memascend.trainer.callback import offloaded_optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# Packages whose code was tested by layer.
+# Packages whose code was tested: it gives the same results by layer as without.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
-# Modules and classes whose training_step() and compute_loss() were tested. TRL's other Trainers switch adapters or
-# checkpointing on and off within these methods.
+# The Trainers whose training_step() and compute_loss() were tested by layer: module -> class. Other Trainers of TRL
+# switch adapters or checkpointing on and off within these two methods.
 _TESTED = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
     "trl.trainer.reward_trainer": "RewardTrainer",
 }
-# Methods that a subclass may override: none of them runs while a micro-batch is computed.
+# Methods that a user's subclass may override, because none of these methods runs while a micro-batch is computed.
 _OUTSIDE = frozenset(
     {
         *("__init__", "log", "evaluate", "evaluation_loop", "prediction_step", "predict", "train", "store_flos"),
@@ -46,20 +47,21 @@ _OUTSIDE = frozenset(
 )
 _CALLS = frozenset({"__call__", "__getattr__", "__getattribute__", "__setattr__"})
 _ATTENTION = frozenset({None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"})
-# The share of a GPU's memory that a step by layer may fill: gaps between torch's allocations need the rest.
+# The share of a GPU's memory that a step by layer may fill. The rest is for gaps between torch's allocations.
 _FILLED = 0.9
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_known(code: Any) -> bool:
-    """True if a function, method, class or object, and every function it wraps, belongs to one of `_LIBRARIES`."""
+    """True if `code` and every function that `code` wraps belong to one of `_LIBRARIES`."""
     while code is not None:
         code = getattr(code, "__func__", code)
         if isinstance(code, functools.partial):
             code = code.func
             continue
         if isinstance(code, types.FunctionType):
-            # functools.wraps() copies `__module__` of the wrapped function; `__globals__` stay the wrapper's own.
+            # Do not use `__module__`: functools.wraps() copies it from the wrapped function. `__globals__` belong to
+            # the wrapper itself.
             module = code.__globals__.get("__name__", "")
         else:
             module = (code if isinstance(code, type | types.BuiltinFunctionType) else type(code)).__module__ or ""
@@ -70,7 +72,7 @@ def _is_known(code: Any) -> bool:
 
 
 def _in_methods(trainer: Any) -> Iterator[str]:
-    """Yields the reasons in the Trainer's methods not to compute by layer."""
+    """Yields the reasons in the Trainer's methods why a step cannot be computed by layer."""
     kinds = type(trainer).__mro__[:-1]
     for name in ("training_step", "compute_loss"):
         method = getattr(type(trainer), name)
@@ -79,18 +81,19 @@ def _in_methods(trainer: Any) -> Iterator[str]:
     known = {name for kind in kinds if _is_known(kind) for name in vars(kind)}
     for kind in kinds:
         replaced = () if _is_known(kind) else (vars(kind).keys() & known) - _OUTSIDE
-        # Python itself adds names such as `__module__` to each class: of names with "__", only `_CALLS` are overrides.
+        # Python itself adds names such as `__module__` to each class. So among names that begin with "__", count only
+        # `_CALLS` as overrides.
         named = sorted(name for name in replaced if not name.startswith("__") or name in _CALLS)
-        yield from (f"{kind.__name__} has a {name} of its own" for name in named)
+        yield from (f"{kind.__name__} overrides {name}" for name in named)
     for name, value in vars(trainer).items():
         if callable(getattr(type(trainer), name, None)) and not _is_known(value):
-            yield f"the Trainer was given a {name}() of its own"
+            yield f"the Trainer object has its {name}() replaced"
 
 
 def _in_settings(trainer: Any) -> Iterator[str]:
-    """Yields the reasons in the Trainer's settings and callbacks not to compute by layer."""
+    """Yields the reasons in the Trainer's settings and callbacks why a step cannot be computed by layer."""
     if trainer.compute_loss_func is not None:
-        yield "compute_loss_func is a function of yours"
+        yield "compute_loss_func is your own function"
     if getattr(trainer.accelerator, "scaler", None) is not None:
         yield "losses are scaled for fp16"
     if not isinstance(getattr(trainer, "maybe_activation_offload_context", None), contextlib.nullcontext | None):
@@ -101,7 +104,7 @@ def _in_settings(trainer: Any) -> Iterator[str]:
 
 
 def _in_modules(model: torch.nn.Module) -> Iterator[str]:
-    """Yields the reasons in the model's modules and hooks not to compute by layer."""
+    """Yields the reasons in the model's modules and hooks why a step cannot be computed by layer."""
     for name, module in model.named_modules():
         title = f"module {name!r}" if name else "the model"
         for code in (type(module), type(module).forward, vars(module).get("forward", type(module))):
@@ -122,20 +125,28 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
 class Room:
     """Estimates whether the activations of all micro-batches of a step fit on the GPU at once.
 
-    `measured()` measures the first micro-batch of the process. The estimate scales its activations by the number of
-    elements in the inputs.
+    `measured()` measures the first micro-batch that the process computes. `lacks()` scales this micro-batch's memory by
+    the number of elements in the inputs.
     """
 
     def __init__(self, device: torch.device, tied: int) -> None:
-        """`tied`: bytes of the gradients of tied parameters; by layer, each micro-batch keeps a copy of them."""
+        """`tied`: bytes of the gradients of tied parameters.
+
+        By layer, each micro-batch keeps a copy of these gradients.
+        """
         self._device, self._tied = device, tied
-        # The measured micro-batch: elements of its inputs, and bytes that its forward keeps for its backward.
+        # Of the measured micro-batch: the number of elements in its inputs, and the bytes that its forward keeps for
+        # its backward.
         self._elements, self._kept = 0, 0
-        # Bytes allocated before the measured micro-batch, and the peak of bytes until the next micro-batch begins.
+        # The bytes allocated before the measured micro-batch, and the peak of allocated bytes until the next
+        # micro-batch begins.
         self._before, self._peak = 0, 0
 
     def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
-        """Wraps `step`, which computes one micro-batch's loss, so that its first call measures GPU memory."""
+        """Wraps `step`, which computes the loss of one micro-batch.
+
+        The first call of the wrapper measures GPU memory.
+        """
         if self._device.type != "cuda" or self._peak:
             return step
 
@@ -148,7 +159,8 @@ class Room:
                 return step(inputs)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before, self._elements = torch.cuda.memory_allocated(self._device), _elements(inputs)
-            # Measure before the head: by layer too, the head's activations exist for one micro-batch at a time.
+            # Measure before the head, because a step by layer also has the head's activations of only one micro-batch
+            # at a time.
             handle = _without_head(model).register_forward_hook(ended)
             try:
                 return step(inputs)
@@ -158,7 +170,10 @@ class Room:
         return first
 
     def lacks(self, samples: Sequence[Any]) -> bool:
-        """True if these micro-batches need more memory than the GPU has; False before the first measurement."""
+        """True if the GPU does not have enough memory for these micro-batches.
+
+        Returns False before the first measurement.
+        """
         if not self._peak:
             return False
         sizes = [_elements(inputs) for inputs in samples]
@@ -169,20 +184,23 @@ class Room:
 
 
 def _without_head(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the base model of a transformers or peft model, without its head; any other model whole."""
+    """Returns the base model, without the head, of a transformers or peft model; returns any other model itself."""
     inner = getattr(model, "base_model", model)
     return model if inner is model else _without_head(inner)
 
 
 def _elements(inputs: Any) -> int:
-    """Returns the number of elements in the tensors of a micro-batch, at least 1."""
+    """Returns the number of elements in all tensors of a micro-batch, but at least 1."""
     # tree_leaves() would treat transformers' own mapping class as one leaf.
     leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     return max(1, sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 def _allocatable(device: torch.device) -> int:
-    """Returns the bytes that torch can allocate in total: its reserved memory plus free memory, up to its limit."""
+    """Returns the bytes that torch can allocate in total.
+
+    This is the memory that torch has reserved plus the free memory, up to torch's memory limit for the process.
+    """
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     return min(free + torch.cuda.memory_reserved(device), int(allowed))
@@ -191,16 +209,18 @@ def _allocatable(device: torch.device) -> int:
 class Steps:
     """Computes the micro-batches of each step by layer, or hands them to the Trainer one by one.
 
-    A step is computed by layer only if all code that takes part was tested: `training_step` and `compute_loss` of the
-    Trainer and of TRL's SFTTrainer and RewardTrainer; modules of torch, transformers and peft; no hook or callback of
-    the user's between micro-batches; no random numbers (dropout); activations that fit on the GPU together. Otherwise
-    the Trainer computes one micro-batch after the other as usual, and the log gives the reason.
+    A step is computed by layer only under these conditions: `training_step` and `compute_loss` are those of
+    transformers' Trainer or of TRL's SFTTrainer or RewardTrainer; all modules are from torch, transformers or peft; no
+    hook or callback of the user runs between micro-batches; the model draws no random numbers (dropout); and the
+    activations of all micro-batches fit on the GPU at once. Otherwise the Trainer computes one micro-batch after the
+    other, and the log gives the reason.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # In this step: micro-batches that the Trainer has not given to training_step() yet, and results that
-        # training_step() has not returned yet; None before the micro-batches are computed.
+        # Of this step: `_samples` has the micro-batches that the Trainer has not passed to training_step() yet.
+        # `_results` has the results that training_step() has not returned yet; None before the micro-batches are
+        # computed.
         self._samples: list[Any] = []
         self._results: list[Any] | None = None
         # `loss`: the loss of the micro-batch that the current thread computes.
@@ -208,11 +228,11 @@ class Steps:
         self._room: Room | None = None  # the first step makes it
 
     def begin(self, samples: Sequence[Any]) -> None:
-        """Begins a step with these micro-batches."""
+        """Begins a step that has these micro-batches."""
         self._samples, self._results = list(samples), None
 
     def training_step(self, own: Callable[..., Any], model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
-        """Returns the loss of one micro-batch; by layer, the first call of a step computes all of the step's losses.
+        """Returns the loss of one micro-batch. By layer, the first call in a step computes all micro-batches.
 
         `own` is the Trainer's own `training_step()`.
         """
@@ -224,13 +244,13 @@ class Steps:
         expected = self._samples.pop(0)
         if inputs is not expected:
             raise UsageError(
-                "the Trainer takes the micro-batches of a step in another order than get_batch_samples() gave them: "
-                "leave get_batch_samples() and the loop as they are"
+                "the Trainer computes the micro-batches of a step in another order than get_batch_samples() returned "
+                "them. Do not override get_batch_samples() or the training loop"
             )
         return self._results.pop(0)
 
     def _goes_by_layer(self, inputs: Any) -> bool:
-        """True if this step is computed by layer; otherwise logs the reason."""
+        """True if this step can be computed by layer. Otherwise logs the reason."""
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False
         trainer = self._trainer
@@ -242,7 +262,8 @@ class Steps:
                 self._room = Room(accumulation.device, tied_bytes(trainer.model))
         if why is None and self._room.lacks(self._samples):
             why = (
-                'the GPU has no room for the activations of all of them: activations="ssd" or "host" takes them off it'
+                "the GPU has no room for the activations of all micro-batches at once; activations='ssd' or 'host' "
+                "would move the activations off the GPU"
             )
         if why is not None:
             accumulation.explain(why)
@@ -259,11 +280,15 @@ class Steps:
 
         with replaced(self._trainer.accelerator, "backward", self._begun):
             session = session_of(offloaded_optimizer(self._trainer.optimizer))
-            # accumulate()'s own seeds would change the random numbers that dropout draws in the plain Trainer. Without
-            # seeds, accumulate() computes one micro-batch after the other if the model draws random numbers.
+            # Seeds of accumulate() would change the random numbers of dropout, compared with a Trainer without
+            # memascend. Without seeds, accumulate() computes one micro-batch after the other if the model draws random
+            # numbers.
             results = session.accumulate(loss_of, self._samples, scale=1.0, by_layer=True, seeded=False)
             return [result for _, result in results]
 
     def _begun(self, loss: Any, **_: Any) -> None:
-        """Stands in for `accelerator.backward()`: keeps the loss for `accumulate()`, divided as accelerate divides."""
+        """Replaces `accelerator.backward()`.
+
+        Keeps the loss for `accumulate()`, and divides the loss as accelerate does.
+        """
         self._local.loss = loss / self._trainer.accelerator.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Adds memascend's training state to a Trainer's checkpoints, and figures of memory and I/O to its log."""
+"""Adds memascend's training state to a Trainer's checkpoints. Adds figures of memory and I/O to the Trainer's log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ try:
     from transformers import PreTrainedModel, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "memascend.trainer is for the Trainer of transformers: pip install transformers accelerate"
+        "memascend.trainer needs transformers and accelerate: pip install transformers accelerate"
     ) from error
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["FIGURES", "Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
-# The names of the figures in a log; `Callback` describes them.
+# The names of the figures in a log. The docstring of `Callback` describes the figures.
 FIGURES = ("host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def _resumes() -> bool:
-    """True if a Trainer's resume, `_load_from_checkpoint()`, is among the callers."""
+    """True if `_load_from_checkpoint()`, by which a Trainer resumes, is among the callers."""
     frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and frame.f_code.co_name != "_load_from_checkpoint":
         frame = frame.f_back
@@ -55,61 +55,66 @@ class Callback(TrainerCallback):
     The callback adds the files of `OffloadedOptimizer.save` to each checkpoint of the Trainer, and these figures to
     each log that has a loss:
 
-    - `host_memory_bytes`: memascend's peak so far.
+    - `host_memory_bytes`: the peak of the host memory that memascend has used so far.
     - `read_bytes`, `written_bytes`: bytes read from and written to storage since the last log.
-    - `waiting_seconds`: seconds since the last log in which the training loop waited for units, for space for gradients
-      and in `step()`.
+    - `waiting_seconds`: the seconds that the training loop has waited since the last log. The loop may wait for units,
+      for space for gradients, and in `step()`.
 
     The figures appear in the Trainer's log history and printed logs. Reporters (`report_to`) that the Trainer calls
-    before this callback do not see them.
+    before this callback do not get the figures.
 
-    The callback streams the weights of a transformers model once, from storage into the checkpoint. The Trainer saves
-    other models (peft) itself first, and the callback then adds a second copy. With `save_only_model` the callback adds
-    nothing.
+    If the model is a plain transformers model, the callback streams its weights from storage into the checkpoint, and
+    the Trainer writes no weights. Another model (peft) is first saved by the Trainer, and the callback then adds a
+    second copy of the weights. With `save_only_model` the callback adds nothing.
 
     To resume from a checkpoint, call `offload(existing="replace", checkpoint=...)` and pass the same checkpoint to the
-    Trainer. If a Trainer resumes from weights other than the store's, the callback raises an error before they
-    overwrite the store.
+    Trainer. If the Trainer resumes from weights that differ from the store's weights, the callback raises an error
+    before the store is overwritten.
 
-    Each commit stores the learning rates of the next step and the state of the Trainer's scheduler, as with
-    `OffloadedOptimizer.schedule`. The Trainer still advances the scheduler, and logs the same learning rates as without
-    memascend. `memascend.trainer.offload()` adds such a callback itself, and stores rates and scheduler in the
-    Trainer's position.
+    Each commit stores the learning rates of the next step and the state of the Trainer's scheduler, as
+    `OffloadedOptimizer.schedule` does. The Trainer still advances the scheduler, and logs the same learning rates as
+    without memascend. Do not add this callback if you call `memascend.trainer.offload()`, which adds its own callback.
+    That callback stores learning rates and scheduler in the Trainer's position instead.
     """
 
     def __init__(self) -> None:
         self._session: Session | None = None
         self._guard: RemovableHandle | None = None
-        # Totals at the last log: bytes read, bytes written, seconds of waiting.
+        # The totals at the last log: bytes read, bytes written, seconds of waiting.
         self._before = (0, 0, 0.0)
         self._advised = False
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Finds the offloaded optimizer, and begins to reject a resume that loads weights other than the store's."""
+        """Finds the offloaded optimizer.
+
+        From now on, rejects a resume whose weights differ from the store's weights.
+        """
         self.attach(others.get("optimizer"))
         self._watch(others["model"])
 
     def _watch(self, model: torch.nn.Module) -> None:
         """Calls `_require_same()` before each `load_state_dict()` of the model."""
-        # deepcopy() of the model shares a function, but would copy the callback with a bound method.
+        # Register a function: deepcopy() of the model shares a function, but would copy a bound method and its
+        # callback.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
         self._guard = model.register_load_state_dict_pre_hook(check)
 
     def attach(self, optimizer: Any) -> None:
-        """Takes figures and checkpoints from the session of `optimizer`, which accelerate may have wrapped."""
+        """Uses the session of `optimizer` for figures and checkpoints. accelerate may have wrapped `optimizer`."""
         self._session = session_of(offloaded_optimizer(optimizer))
         self._before = counted_in(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
-        """Replaces the model's `save_pretrained`, so that it streams checkpoints from the store.
+        """Replaces the model's `save_pretrained` by a function that streams checkpoints from the store.
 
-        From here on each step also commits the Trainer's scheduler.
+        From now on, each step also commits the state of the Trainer's scheduler.
         """
         if self._session is None:
             self.attach(others.get("optimizer"))
         assert self._session is not None
         if self._guard is not None:
-            # Stop the check: `load_best_model_at_end` loads weights other than the store's at the end of the training.
+            # Stop the check during the training. At the end of the training, `load_best_model_at_end` loads weights
+            # that differ from the store's weights.
             self._guard.remove()
         self._schedule(others.get("lr_scheduler"))
         model = others["model"]
@@ -117,35 +122,42 @@ class Callback(TrainerCallback):
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
 
     def _schedule(self, scheduler: Any) -> None:
-        """Makes each step commit the Trainer's scheduler, which has its initial or resumed state now."""
+        """Makes each step commit the Trainer's scheduler.
+
+        The scheduler already has its initial or its resumed state.
+        """
         assert self._session is not None
         self._session.run.metadata.schedule.catch_up()
-        # The Trainer advances a scheduler that needs a metric (ReduceLROnPlateau) at evaluations, not at steps.
+        # The Trainer advances a scheduler that needs a metric (ReduceLROnPlateau) at evaluations instead of at steps.
+        # So steps do not commit such a scheduler.
         if scheduler is None or not steps_alone(scheduler):
             return
         try:
             self._session.schedule([scheduler], restore=False)
         except ConfigError as error:
-            _log.info("the Trainer alone keeps its scheduler, in its checkpoints: %s", error)
+            _log.info("commits do not store the Trainer's scheduler, only the Trainer's checkpoints do: %s", error)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Undoes the scheduler's advance in `step()`: the Trainer logs this step's rate, then steps the scheduler."""
+        """Undoes the scheduler's advance in `step()`.
+
+        The Trainer then logs the rate of this step, and advances the scheduler.
+        """
         if self._session is not None:
             self._session.run.metadata.schedule.rewind()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Sets the scheduler to its state in the commit, whether the Trainer advanced it or not."""
+        """Sets the scheduler to its state in the commit, even if the Trainer did not advance the scheduler."""
         if self._session is not None:
             self._session.run.metadata.schedule.catch_up()
 
     def on_train_end(self, *_: Any, **others: Any) -> None:
-        """Restores the model's own `save_pretrained`, and checks the weights of resumes again."""
+        """Restores the model's own `save_pretrained`. From now on, checks the weights of a resume again."""
         others["model"].__dict__.pop("save_pretrained", None)
         if self._guard is not None:
             self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Adds memascend's files to a checkpoint whose weights the model wrote itself."""
+        """Adds memascend's files to a checkpoint if the model's own `save_pretrained` wrote the weights."""
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
@@ -153,7 +165,7 @@ class Callback(TrainerCallback):
             self._session.saving.save(folder, among_others=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Adds the figures to a log that has a loss, and the logged losses to the report's history."""
+        """Adds the figures to a log that has a loss. Adds the logged losses to the history in the report."""
         logs: dict[str, Any] = others["logs"]
         if self._session is None or "loss" not in logs:
             return
@@ -174,7 +186,7 @@ class Callback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def _require_same(self, model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Rejects weights of a Trainer's resume that differ from the store's, before any of them is loaded."""
+        """Rejects a Trainer's resume whose weights differ from the store's weights, before any weight is loaded."""
         if not _resumes():
             return
         assert self._session is not None
@@ -185,24 +197,25 @@ class Callback(TrainerCallback):
             values = parameter.detach().cpu()
             if not same_bits(values, given.detach().to("cpu", values.dtype)):
                 raise UsageError(
-                    f"a Trainer loads other weights ({name} differs) than those of "
-                    f"{shown(self._session.run.metadata.identity())}, which the storage holds; storage was "
-                    'left as it is: to resume from a checkpoint, begin from it with offload(existing="replace", '
-                    "checkpoint=...); to take weights alone, load them before the Trainer is made"
+                    f"the Trainer is about to load weights that differ ({name}) from the weights in the store, which "
+                    f"are those of {shown(self._session.run.metadata.identity())}. The store was not changed. To "
+                    'resume from a checkpoint, call offload(existing="replace", checkpoint=...). To use only '
+                    "the checkpoint's weights, load them into the model before you make the Trainer"
                 )
 
 
 def counted_in(report: Report) -> tuple[int, int, float]:
-    """Returns the bytes that the training read, the bytes that it wrote, and its seconds of waiting."""
-    # Leave out the first values, which offload() wrote before the training.
+    """Returns three totals of the training: the bytes read, the bytes written, and the seconds of waiting."""
+    # Do not count the first values, because offload() wrote them before the training.
     written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
     return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
 
 
 class _Saving:
-    """Replaces `save_pretrained` of a model during training: streams the Trainer's checkpoints, with all state.
+    """Replaces a model's `save_pretrained` during training: streams the Trainer's checkpoints with all optimizer state.
 
-    Calls with another folder or with options reach the model's own `save_pretrained`.
+    Passes a call to the model's own `save_pretrained` if the folder is not the Trainer's checkpoint or if the call has
+    options.
     """
 
     def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:
@@ -229,8 +242,8 @@ def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
         optimizer = getattr(optimizer, "optimizer", None)
         if optimizer is None:
             raise ConfigError(
-                "the Trainer's optimizer is not offloaded: give it Trainer(optimizers=(optimizer, scheduler)) with the "
-                "optimizer that offload() returned"
+                "the Trainer's optimizer is not offloaded. Give the Trainer the optimizer that offload() returned: "
+                "Trainer(optimizers=(optimizer, scheduler))"
             )
     return optimizer
 

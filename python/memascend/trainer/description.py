@@ -25,18 +25,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _log = logging.getLogger("memascend")
-# How many rows of data sets and of embeddings are compared.
+# How many rows of a data set are compared, and how many rows of the embeddings.
 _ROWS = 64
-# The most characters of a text that is compared whole; of a longer text, a prefix and a digest are compared.
+# The largest number of characters of a text that is compared whole. Of a longer text, a prefix and a digest are
+# compared.
 _TEXT_MAX = 80
-# How many levels of nested values `_text()` follows.
+# The number of levels of nested values that `_text()` follows.
 _DEPTH_MAX = 6
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# Entries of a configuration, an adapter and an optimizer's group that name an origin, or that change no result.
+# Entries of a model's configuration, of an adapter and of an optimizer's group that do not change the results of a
+# training.
 _OF_NO_MODEL = frozenset({"_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype"})
 _OF_NO_ADAPTER = frozenset({"base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"})
 _OF_NO_GROUP = frozenset({"params", "param_names", "initial_lr"})
-# Prefixes of arguments that decide no result.
+# Prefixes of the names of arguments that do not change the results of a training.
 _FREE = (
     *("output_dir", "log", "save_", "eval_", "report_to", "run_name", "project", "trackio", "hub", "push_to_hub"),
     *("disable_tqdm", "do_", "dataloader_", "local_rank", "ddp_", "resume_from", "overwrite", "skip_memory_metrics"),
@@ -45,14 +47,14 @@ _FREE = (
     *("ignore_data_skip", "enable_jit_checkpoint", "auto_find_batch_size", "place_model", "fsdp"),
     *("gradient_checkpointing", "activation_checkpointing"),
 )
-# Arguments that decide results though `_FREE` has a prefix of them.
+# Arguments that change results although `_FREE` has a prefix of their names.
 _NOT_FREE = ("dataloader_drop_last",)
 _MICRO = "gradient_accumulation_steps"
 _LENGTH = ("max_steps", "num_train_epochs")
 
 
 def description(trainer: Any, clipping: str) -> dict[str, Any]:
-    """Describes a run as JSON: arguments, model and data; optimizer and schedule if the Trainer has made them."""
+    """Describes a run as JSON: arguments, model, data, and optimizer and schedule if the Trainer has made these."""
     found: dict[str, Any] = {
         "arguments": arguments_of(trainer.args),
         "data": _data(trainer.train_dataset),
@@ -69,13 +71,13 @@ def description(trainer: Any, clipping: str) -> dict[str, Any]:
 
 
 def arguments_of(args: Any) -> dict[str, Any]:
-    """Returns the arguments of a Trainer that decide results."""
+    """Returns the Trainer's arguments that can change the results of a training."""
     kept = {name: value for name, value in args.to_dict().items() if name in _NOT_FREE or not name.startswith(_FREE)}
     return _texts(kept, whole=True)
 
 
 def _model(model: Any) -> dict[str, Any]:
-    """Describes a model's class and configuration, its adapters, and rows of its embeddings if they were loaded."""
+    """Describes a model's class, configuration and adapters, and rows of its embeddings if the weights were loaded."""
     config: Any = getattr(model, "config", None)
     settings: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     found = {"model": type(model).__name__, **_texts(dict(_flat("config", settings, _OF_NO_MODEL)))}
@@ -85,14 +87,15 @@ def _model(model: Any) -> dict[str, Any]:
             found |= {} if rows is None else {"model's embeddings": digest_of(rows)}
     adapters = getattr(model, "peft_config", None)
     for name, adapter in (adapters if isinstance(adapters, dict) else {}).items():
-        # Keep dicts of patterns by module whole: one more pattern changes results, and `_changed()` ignores new names.
+        # Do not flatten an adapter's dicts of patterns: a new pattern changes results, but `_changed()` ignores new
+        # names.
         settings = {key: value for key, value in adapter.to_dict().items() if key not in _OF_NO_ADAPTER}
         found |= _texts({f"adapter {name}.{key}": value for key, value in settings.items()})
     return found
 
 
 def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of nested dicts under dotted names."""
+    """Yields the entries of nested dicts, each with its dotted name."""
     for name, value in values.items():
         if name in left_out:
             continue
@@ -109,7 +112,7 @@ def _losses(trainer: Any) -> dict[str, Any]:
         value = getattr(trainer, name, None)
         settings = getattr(value, "get_config_dict", None)
         if callable(settings):
-            # Losses of sentence-transformers have get_config_dict().
+            # `value` is a loss of sentence-transformers.
             found |= _flat(name, {"kind": type(value).__qualname__, **settings()}, frozenset())
         else:
             found[name] = value
@@ -117,7 +120,7 @@ def _losses(trainer: Any) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Describes the class and options of an optimizer before its first step; empty if `optimizer` is None."""
+    """Describes the class and the options of an optimizer before its first step. Returns {} if `optimizer` is None."""
     if optimizer is None:
         return {}
     groups = optimizer.param_groups
@@ -131,7 +134,7 @@ def _option(value: Any) -> Any:
 
 
 def _data(data: Any) -> str:
-    """Describes a data set by its length and a digest of rows. `Feed` compares the batches of a stream."""
+    """Describes a data set by its length and a digest of some rows. For a stream, `Feed` compares batches instead."""
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     count = len(data)
@@ -139,7 +142,7 @@ def _data(data: Any) -> str:
     with undisturbed(data) as draws:
         rows, again = ([digest_of(data[number * count // compared]) for number in range(compared)] for _ in range(2))
         is_drawn = draws() or rows != again
-    # Rows that draw random numbers differ at each read: leave their digest out.
+    # Rows that draw random numbers differ at each read, so leave the digest out.
     return f"{count} rows {'' if is_drawn else digest_of(rows)}".strip()
 
 
@@ -151,9 +154,10 @@ class _IncomparableError(Exception):
 
 
 def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
-    """Returns values as numbers and texts that are the same in each process.
+    """Converts values to numbers and texts that are the same in each process.
 
-    Logs and leaves out a value without such a text. Shortens long texts to a prefix and a digest, unless `whole`.
+    Leaves out a value that has no such text, and logs its name. Unless `whole` is true, shortens a long text to a
+    prefix and a digest.
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
@@ -161,7 +165,7 @@ def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
             text = value if isinstance(value, int | float | str) else _text(value)
         except _IncomparableError:
             _log.warning(
-                "%s is %s, which has no values to compare: a resume does not notice another one",
+                "%s is of type %s, which cannot be compared, so a resume does not notice a change of this value",
                 name,
                 type(value).__qualname__,
             )
@@ -173,10 +177,10 @@ def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
 
 
 def _text(value: Any, depth: int = 0) -> str:
-    """Returns a value as text without memory addresses.
+    """Returns a value as text that has no memory address in it.
 
-    A function becomes its module, qualified name, closure and defaults. An object whose `str()` has an address becomes
-    its class and attributes.
+    The text of a function has its module, qualified name, closure and defaults. If the `str()` of an object has an
+    address, the text has its class and attributes instead.
 
     Raises:
         _IncomparableError: the `str()` of a value has an address, and the value has no attributes; or values are
@@ -225,7 +229,7 @@ def _part(value: Any, below: _Below) -> str:
     return repr(value) if isinstance(value, str) else below(value)
 
 
-# `_text()` uses the first entry whose type fits.
+# `_text()` uses the first entry whose type fits the value.
 _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
     (type, lambda value, _: f"{value.__module__}.{value.__qualname__}"),
     (functools.partial, lambda value, below: f"partial{below((value.func, value.args, value.keywords))}"),
@@ -243,9 +247,12 @@ _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
 
 
 def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
-    """Rejects a run that differs from the run of the position `kept`; under a constant schedule, `run` may be longer.
+    """Rejects a run that differs from the run of the position `kept`.
 
-    Compares only entries that both descriptions have: another version of a library has more or fewer arguments.
+    Under a constant schedule, `run` may be longer than the stored run.
+
+    Compares only the entries that both descriptions have, because another version of a library may have more or fewer
+    arguments.
 
     Raises:
         ConfigError: the runs differ; the message lists the differences.
@@ -271,49 +278,60 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
         found += [f"scheduler {one}" for one in schedule.differences(kept["run"]["schedule"], run["schedule"])]
     if earlier != ranks and now[_MICRO] * ranks != batches:
         fit = ", ".join(f"{one} with {batches // one}" for one in range(1, batches + 1) if batches % one == 0)
-        found.append(f"ranks {earlier} -> {ranks}, where a step has other examples ({_MICRO} that fit ranks: {fit})")
+        found.append(f"ranks {earlier} -> {ranks}, so that a step has other examples (fitting {_MICRO}: {fit})")
     if found:
-        longer = "only a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
+        longer = (
+            "only a training with a constant schedule may get longer; " if changed and changed <= {*_LENGTH} else ""
+        )
         if longer and best is not None:
-            longer = f"it has the best weights, those of {best}, in place of the last ones; "
+            longer = f"the store has the best weights, from {best}, instead of the last step's weights; "
         elif longer and may_grow:
             longer = ""
         raise ConfigError(
-            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}; nothing was changed: "
-            f'{longer}start it as it was, or give another storage=, or existing="replace" to begin anew'
+            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}. Nothing was "
+            f'changed: {longer}restore the earlier settings, pass another storage=, or pass existing="replace" to '
+            "start again"
         )
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Returns the names that both descriptions have with different values."""
+    """Returns the names whose values differ. Ignores names that only one of the descriptions has."""
     found = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for one, other in ((before, now), (now, before)):
-        # If a value became a dict (or the reverse), one side has "name" and the other "name.key": add "name".
+        # If a value was replaced by a dict, or a dict by a value, one side has "name" and the other side has
+        # "name.key": return "name", too.
         parents = {name.rpartition(".")[0] for name in other.keys() - one.keys()}
         found |= parents & (one.keys() - other.keys())
     return found
 
 
 def require_same_arguments(run: Mapping[str, Any], trainer: Any) -> None:
-    """Rejects arguments that changed after `memascend.trainer.offload()`, which made optimizer and store from them."""
+    """Rejects arguments that changed after `memascend.trainer.offload()`.
+
+    `memascend.trainer.offload()` made the optimizer and the store from the earlier arguments.
+    """
     now = arguments_of(trainer.args)
     changed = sorted(_changed(run["arguments"], now))
     if changed:
         found = "; ".join(f"{name} {run['arguments'][name]} -> {now[name]}" for name in changed)
         raise UsageError(
-            f"arguments were changed between memascend.trainer.offload() and train(), and optimizer and store are made "
-            f"by the earlier ones: {found}; change them before memascend.trainer.offload()"
+            "arguments were changed between memascend.trainer.offload() and train(), but memascend.trainer.offload() "
+            f"made the optimizer and the store from the earlier arguments: {found}. Change arguments before "
+            "memascend.trainer.offload()"
         )
 
 
 def of_ranks(kept: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Converts a position to another number of ranks: rescales counts of batches, and keeps rank 0's random numbers."""
+    """Converts a position to another number of ranks.
+
+    Rescales the numbers of batches, and keeps rank 0's random states.
+    """
     earlier = kept["run"]["ranks"]
     if earlier == ranks:
         return kept
     passed, group = kept["passed"] * earlier // ranks, -(-kept["group"] * earlier // ranks)
     ahead = kept["feed"]["fetched"] > kept["passed"] + kept["group"]
-    # The ranks' newest batches differ from the stored one: "digest": None skips the comparison.
+    # The newest batch of each rank now differs from the stored batch. "digest": None skips the comparison.
     feed = {**kept["feed"], "fetched": passed + group + ahead, "digest": None}
     moved = {**kept, "passed": passed, "group": group, "feed": feed}
     return moved | ({"accumulation": kept["accumulation"] * earlier // ranks} if "accumulation" in kept else {})

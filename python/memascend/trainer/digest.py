@@ -1,4 +1,4 @@
-"""Computes digests of batches and examples: of both ends of each tensor, and of all numbers and texts."""
+"""Computes digests of batches and examples. A digest covers both ends of each tensor, and all numbers and texts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-# How many bytes at each end of a tensor the digest covers.
+# The number of bytes at each end of a tensor that a digest covers.
 _COMPARED_BYTES = 64 << 10
 _HASH_BYTES = 8
-# The values of `dtype.kind` of the numpy arrays that torch can hold.
+# The values of `dtype.kind` of the numpy arrays that torch can convert to a tensor.
 _NUMBERS = "biufc"
 
 
 def digest_of(value: Any) -> str:
-    """Returns a digest of a value: of both ends of its tensors, and of its numbers and texts."""
+    """Returns a digest that covers both ends of each tensor in a value, and all its numbers and texts."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     _add(digest, value)
     return digest.hexdigest()
@@ -41,7 +41,7 @@ def _add(digest: Any, value: Any) -> None:
         array = value.__array__()
         _add(digest, torch.as_tensor(array.copy()) if array.dtype.kind in _NUMBERS else repr(array.tolist()))
     else:
-        # An image has tobytes(). For any other object only its type enters the digest.
+        # An image has tobytes(). Of any other object, the digest covers only the type.
         digest.update(type(value).__qualname__.encode())
         if callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
@@ -52,6 +52,7 @@ def _add_tensor(digest: Any, value: torch.Tensor) -> None:
     flat = value.detach().reshape(-1)
     count = _COMPARED_BYTES // max(1, flat.element_size())
     for part in (flat[:count], flat[count:][-count:]):
-        # Copy first: numpy() marks a tensor's memory as shared, and offload() rejects weights in shared memory.
+        # Copy the elements first, because numpy() marks a tensor's memory as shared, and offload() rejects weights in
+        # shared memory.
         own = part.contiguous().to("cpu", copy=True)
         digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")

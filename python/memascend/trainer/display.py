@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from memascend.trainer.forecast import Forecast
     from memascend.trainer.resume import Resume
 
-# The remaining time is estimated from this many last steps.
+# The number of latest steps from which the remaining time is estimated.
 _RECENT = 10
 _TB = 10**12
-# The suffix of the names under which a batch has tokens.
+# In a batch, the name of each tensor with token ids ends with this text.
 _IDS = "input_ids"
-# GB/s; lower speeds of the drive are shown with three decimals.
+# In GB/s. A drive speed below this value is shown with three decimals, any other speed with two.
 _FAST = 0.1
 # The smallest share of a drive's life that is shown as a number.
 _LEAST_SHARE = 1e-4
@@ -43,7 +43,7 @@ def is_shown(args: Any) -> bool:
 
 
 def print_in_words(printing: TrainerCallback) -> None:
-    """Hides `FIGURES`, raw numbers of bytes, from a callback that prints logs: `Display` prints them in words."""
+    """Removes `FIGURES` from the logs that a callback prints, because `Display` prints these figures in words."""
     own = printing.on_log
 
     def on_log(*given: Any, logs: dict[str, Any], **others: Any) -> None:
@@ -56,20 +56,22 @@ class Display(TrainerCallback):
     """Prints header, steps and totals to stderr on rank 0, unless the `log_level` is "error" or "critical"."""
 
     def __init__(self, trainer: Any, resume: Resume, forecast: Forecast | None) -> None:
-        self.examples: str | None = None  # describes the examples in the header; None: the header shows their number
+        self.examples: str | None = (
+            None  # the header's text about the examples; None: the header shows the number of examples
+        )
         self._trainer, self._resume, self._forecast = trainer, resume, forecast
         self._optimizer: OffloadedOptimizer | None = None
         self._silent = True
-        # Time, total bytes moved and total seconds of waiting, taken at the end of the last step or before the first.
+        # The result of `_now()` at the end of the last step, or before the first step.
         self._last: tuple[float, int, float] | None = None
-        # Tokens in the batches of the current step.
+        # The number of tokens in the batches of the current step.
         self._tokens = 0
         self._recent: list[float] = []
         self._line = ""
         self._first_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:  # noqa: ARG002
-        """Prints the header."""
+        """Prints the header of the training."""
         self._optimizer = offloaded_optimizer(others.get("optimizer"))
         self._silent = not state.is_world_process_zero or not is_shown(args)
         self._first_step = self._optimizer.steps
@@ -81,12 +83,15 @@ class Display(TrainerCallback):
         self._tokens = 0 if self._silent else sum(map(_tokens_of, batches))
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """Begins to measure before the first computed step; `Resume` mutes this event for the repeated step."""
+        """Begins to measure before the first step that is computed.
+
+        A resume repeats the last step without computing it; `Resume` mutes this event for the repeated step.
+        """
         if self._last is None and not self._silent:
             self._last = self._now()
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Measures the step, and shows its figures at the end of the progress bar, if there is one."""
+        """Measures the step. Shows its figures at the end of the Trainer's progress bar, if the Trainer has a bar."""
         if self._last is None:
             return
         now, then = self._now(), self._last
@@ -112,7 +117,7 @@ class Display(TrainerCallback):
             _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
 
     def end(self) -> None:
-        """Prints the totals of this process. `Resume.train()` calls it after the training."""
+        """Prints the totals of this process. `Resume.train()` calls this method after the training."""
         assert self._optimizer is not None
         steps = self._optimizer.steps - self._first_step
         if self._silent or not steps:
@@ -123,7 +128,7 @@ class Display(TrainerCallback):
         whole = self._resume.written
         life = ""
         files = _files(self._optimizer)
-        # A block device may be a partition, so its size does not tell the endurance of the drive.
+        # A block device may be a partition, so its size does not show the endurance of the whole drive.
         if not any(file.is_block_device() for file in files):
             size = sum(one.total for one in _usages(files))
             warranted = -(-size // _TB) * ENDURANCE_PER_TB * _TB
@@ -217,13 +222,16 @@ def _files(optimizer: OffloadedOptimizer) -> list[Path]:
 
 
 def _usages(files: Sequence[Path]) -> list[Any]:
-    """Returns the total and free bytes of each file system that holds one of the files."""
+    """Returns the total and free bytes of each file system that has one of the files."""
     places = [nearest(file) for file in files if not file.is_block_device()]
     return [shutil.disk_usage(place) for place in {place.stat().st_dev: place for place in places}.values()]
 
 
 def _tokens_of(batch: Any) -> int:
-    """Returns the number of tokens in a batch, without padding if it has an attention mask; 0 if it has no tokens."""
+    """Returns the number of tokens in a batch; 0 if the batch has no tokens.
+
+    If the batch has an attention mask, does not count padding.
+    """
     if not hasattr(batch, "items"):
         return 0
     count = 0

@@ -17,34 +17,36 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Wraps the DataLoader of a Trainer, and records its position and random states for each commit.
+    """Wraps the DataLoader of a Trainer, and records the position in the data and random states for each commit.
 
-    The Trainer's (accelerate's) loader reads from this object one batch ahead. `Feed` records random states twice: at
-    the epoch's `iter()`, which decides the order and the workers' seeds, and before the newest fetch, which a random
-    collator depends on. Each time, it records the states of the process's generators, and of the program's own
-    generators, which data set, collator and sampler hold (in names that end in `_own`).
+    accelerate's loader fetches from this object one batch ahead of the Trainer. `Feed` records random states at two
+    moments: at the epoch's `iter()`, because the states at this moment determine the order and the workers' seeds, and
+    before the newest fetch, because a collator may draw random numbers during the fetch.
+
+    `Feed` records the states of the process's generators. In attributes that end in `_own`, `Feed` also records the
+    states of the program's generators, which the data set, the collator and the sampler hold.
     """
 
     def __init__(self, loader: Any) -> None:
         """Feeds batches from `loader`."""
         self._loader = loader
-        # States at the epoch's iter().
+        # The states at the epoch's iter().
         self._begun: RandomNumbers | None = None
         self._begun_own: dict[str, Any] = {}
-        # States before the newest fetch; None before the first fetch.
+        # The states before the newest fetch; None before the first fetch.
         self._before: RandomNumbers | None = None
         self._before_own: dict[str, Any] = {}
-        # States of the program's generators in the commit, set by `go_on()`.
+        # The states of the program's generators in the commit; `go_on()` sets this.
         self._now_own: dict[str, Any] = {}
         # The number of batches fetched in this epoch, and the digest of the newest batch.
         self._fetched = 0
         self._digest = ""
-        # Position to resume at: a result of `taken()`, and the number of batches that the Trainer had passed.
+        # The position to resume at: a result of `taken()`, and the number of batches that the Trainer had already used.
         self._resumed: tuple[dict[str, Any], int] | None = None
-        # The iterator that continues the epoch, until `iter()` returns it.
+        # The iterator that continues the epoch at a resume. None after `iter()` has returned this iterator.
         self._ready: Iterator[Any] | None = None
         self._is_tried = False
-        # The program's generators, by path.
+        # The path of each generator of the program -> the generator.
         self._found: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +77,7 @@ class Feed:
         return {
             "begun": self._begun.to_json(),
             "begun_own": self._begun_own,
-            # Without a fetch (a rank that receives its batches from rank 0), use the states at iter().
+            # A rank that receives its batches from rank 0 never fetches: use the states at iter().
             "before": (self._before or self._begun).to_json(),
             "before_own": _changed(self._begun_own, self._before_own),
             "now_own": _changed(self._before_own, states_of(self._found)),
@@ -84,13 +86,14 @@ class Feed:
         }
 
     def resume(self, taken: dict[str, Any], passed: int) -> None:
-        """Makes `go_on()`, or the next `iter()`, continue after `passed` batches of the position `taken`."""
+        """Makes the next `go_on()` or `iter()` continue the epoch of the position `taken`, after `passed` batches."""
         self._resumed = (taken, passed)
 
     def go_on(self) -> None:
         """Moves to the position that `resume()` set; does nothing if no position is set.
 
-        `Resume` calls it directly if the Trainer may end the epoch without another `iter()`.
+        `iter()` calls this method. `Resume` calls it directly because the Trainer may end the epoch without another
+        `iter()`.
         """
         if self._resumed is not None:
             taken, passed = self._resumed
@@ -99,15 +102,15 @@ class Feed:
             self._ready = self._continued(taken, passed)
 
     def restore_generators(self) -> None:
-        """Sets the program's generators to their states in the commit. Call `go_on()` before."""
+        """Sets the program's generators to their states in the commit. Call `go_on()` before this method."""
         restore(self._found, self._now_own)
 
     def begin_anew(self) -> None:
-        """Forgets the position to resume at: the next `iter()` begins an epoch."""
+        """Forgets the position to resume at, so that the next `iter()` starts a new epoch."""
         self._resumed = self._ready = None
 
     def _roots(self) -> dict[str, Any]:
-        """Returns the objects of the loader that may hold the program's generators."""
+        """Returns the loader's attributes that may hold generators of the program."""
         names = ("generator", "sampler", "batch_sampler", "collate_fn", "dataset")
         return {name: getattr(self._loader, name) for name in names if hasattr(self._loader, name)}
 
@@ -118,7 +121,7 @@ class Feed:
         """Yields batches, and records the random states before each fetch."""
         while True:
             if self._fetched == 1:
-                # The first fetch may have made generators.
+                # The first fetch may have made new generators.
                 self._found = self._generators()
             before, before_own = RandomNumbers.now(), states_of(self._found)
             try:
@@ -133,9 +136,9 @@ class Feed:
     # --- before the first batch ----------------------------------------------------------------------
 
     def _try(self, *, compares: bool) -> None:
-        """Rejects data whose random numbers a commit cannot store, as far as the first batch shows. Checks only once.
+        """Rejects data whose random numbers a commit cannot store. Checks the first batch only, and only once.
 
-        With `compares`, makes the first batch twice and compares the two.
+        With `compares`, makes the first batch twice and compares the two batches.
         """
         if self._is_tried:
             return
@@ -145,8 +148,9 @@ class Feed:
             return
         if workers and self._loader.persistent_workers and self._draws():
             raise ConfigError(
-                "dataloader_persistent_workers=True keeps random numbers in its workers from epoch to epoch, and these "
-                "examples are drawn by them, so a resume could not go on: leave it out"
+                "with dataloader_persistent_workers=True, workers keep random states from epoch to epoch, and this "
+                "data set or collator draws random numbers in the workers. A resume cannot restore these states. "
+                "Remove dataloader_persistent_workers"
             )
         if workers or not compares:
             return
@@ -156,29 +160,29 @@ class Feed:
                 digests.append(digest_of(self._collated(self._indices())))
         if digests[0] != digests[1]:
             raise ConfigError(
-                "the first batch, made twice with the same random numbers, differs: the data set or the collator draws "
-                "from something that no commit can hold, so a resume would not be exact: let it draw from torch's, "
-                "numpy's or Python's generators"
+                "the first batch was made twice with the same random states, and the two batches differ. The data set "
+                "or the collator uses a source of randomness that a commit cannot store, so a resume would not be "
+                "exact. Draw only from generators of torch, numpy or Python's random module"
             )
 
     @property
     def _streams(self) -> bool:
-        """True if examples cannot be read by index: an IterableDataset, or a loader without a data set."""
+        """True if examples cannot be read by index: for an IterableDataset, and for a loader without a data set."""
         return isinstance(self._loader.dataset, IterableDataset) if hasattr(self._loader, "dataset") else True
 
     def _indices(self) -> Any:
-        """Returns the first indices that the sampler yields, or None if it yields none."""
+        """Returns the first indices that the sampler yields; None if the sampler yields nothing."""
         loader = self._loader
         return next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
 
     def _collated(self, indices: Any) -> Any:
-        """Returns the batch of these indices."""
+        """Returns the batch of the examples with these indices."""
         if indices is None:
             return None
         loader, data = self._loader, self._loader.dataset
         if loader.batch_sampler is None:
             return loader.collate_fn(data[indices])
-        # torch's fetcher also prefers __getitems__().
+        # Prefer __getitems__(), as torch's own fetcher does.
         at_once = getattr(data, "__getitems__", None)
         return loader.collate_fn([data[index] for index in indices] if at_once is None else at_once(indices))
 
@@ -186,7 +190,7 @@ class Feed:
         """True if reading and collating the first batch draws random numbers."""
         roots = self._roots().values()
         with undisturbed(*roots):
-            # The sampler may draw, too: take the indices before the inner block compares states.
+            # The sampler may draw random numbers, too, so get the indices before the inner block compares states.
             indices = self._indices()
             with undisturbed(*roots) as draws:
                 self._collated(indices)
@@ -195,16 +199,17 @@ class Feed:
     # --- a resume ------------------------------------------------------------------------------------
 
     def _continued(self, taken: dict[str, Any], passed: int) -> Iterator[Any]:
-        """Returns an iterator that continues after `passed` batches.
+        """Returns an iterator that continues the epoch after its first `passed` batches.
 
-        Fetches the newest batch of the commit again, with its random states, and compares its digest. The iterator
-        begins with this batch if the run had fetched it ahead.
+        Fetches the newest batch of the commit again, with the random states of its first fetch, and compares its digest
+        with the stored digest. If the run had fetched this batch ahead, the iterator yields this batch first.
 
         Raises:
-            ConfigError: the batch differs, the data ends before it, or a generator is missing.
+            ConfigError: the newest batch differs, the data ends before this batch, or a generator is missing.
         """
         own = RandomNumbers.now()
-        # Earlier versions stored a list of states of loader and samplers: ignore it, since each epoch sets them again.
+        # Earlier versions stored a list of the states of loader and samplers. Ignore this list, because each epoch sets
+        # these states again.
         self._begun_own = taken["begun_own"] if isinstance(taken["begun_own"], dict) else {}
         self._begun = RandomNumbers.of(taken["begun"])
         self._begun.restore()
@@ -220,21 +225,23 @@ class Feed:
         newest = self._next(iterator, fetched, fetched) if fetched else None
         own.restore()
         self._fetched, self._digest, self._found = fetched, digest_of(newest), self._generators()
-        # The program may have drawn random numbers between the newest fetch and the commit.
+        # The program may have drawn random numbers between the newest fetch and the commit, so the commit's own states
+        # take precedence.
         self._now_own = {**self._before_own, **taken.get("now_own", {})}
         if fetched and taken["digest"] not in (None, self._digest):
             raise ConfigError(
-                f"batch {fetched} of the epoch is another one than before, so a resume would not be exact: give the "
-                "data of this run; a data set or a collator that draws from a generator that cannot be found cannot be "
-                'resumed: let it draw from torch\'s, or start anew with existing="replace"'
+                f"batch {fetched} of the epoch differs from the same batch before the resume, so the resume would not "
+                "be exact. Pass the data set of this run. If the data set or the collator draws random numbers, let "
+                "it draw from torch's generator, or start a new training with existing='replace'"
             )
         return itertools.chain([newest] if fetched > passed else [], self._fetches(iterator))
 
     def _restore(self, states: dict[str, Any], *, are_all: bool) -> None:
         """Sets states of the program's generators.
 
-        With `are_all`, every generator must exist: collates a batch first if some are missing, since the program may
-        make them at the first use. Otherwise skips missing generators.
+        With `are_all`, every generator in `states` must exist. If a generator is missing, this method first collates a
+        batch, because the program may make its generators at their first use. Without `are_all`, skips missing
+        generators.
         """
         found = self._generators()
         if are_all and not states.keys() <= found.keys() and not self._streams:
@@ -243,11 +250,15 @@ class Feed:
         restore(found, states if are_all else {path: states[path] for path in states.keys() & found.keys()})
 
     def _pass(self, iterator: Any, count: int, of: int) -> None:
-        """Skips `count` of the `of` batches that the run has fetched; if possible only draws their indices."""
+        """Skips `count` of the `of` batches that the run has fetched.
+
+        If possible, draws only the indices of these batches.
+        """
         indices = getattr(iterator, "_sampler_iter", None)
         works: Any = getattr(self._loader, "num_workers", 0)
         if self._streams or works or indices is None:
-            # A worker's random numbers advance only with its batches, and a stream has no indices: read each batch.
+            # Read each batch, because a worker's random state advances only if the worker makes its batches, and a
+            # stream has no indices.
             for number in range(count):
                 self._next(iterator, number + 1, of)
             return
@@ -260,11 +271,14 @@ class Feed:
             return next(iterator)
         except StopIteration:
             raise ConfigError(
-                f"the data ends after {number - 1} batches of this epoch, and the run had fetched {of} of them: give "
-                'the data of this run, or start anew with existing="replace"'
+                f"the data ends after {number - 1} batches of this epoch, but the run had already fetched {of} "
+                'batches. Pass the data set of this run, or start a new training with existing="replace"'
             ) from None
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states that differ from `before`: most generators draw seldom, so a position stays small."""
+    """Returns the states in `now` that differ from `before`.
+
+    Most generators draw seldom, so a position that has only these states stays small.
+    """
     return {path: state for path, state in now.items() if state != before.get(path)}

@@ -1,4 +1,4 @@
-"""Predicts the seconds of a Trainer's step, and the bytes that it writes, before the first step."""
+"""Predicts, before the first step, how long a Trainer's step takes and how many bytes it writes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from memascend.session.decide import planned
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Floating-point operations per token and parameter: in a forward, in a backward, and in a forward that gradient
-# checkpointing repeats.
+# Floating-point operations per token and parameter: in a forward, in a backward, and in a forward that is repeated
+# because of gradient checkpointing.
 _FORWARD, _BACKWARD, _RECOMPUTED = 2, 4, 2
-# Rows of data that are read to estimate the tokens of an example.
+# The number of rows that are read to estimate the number of tokens of an example.
 _ROWS = 200
-# Names of columns with tokens: transformers', and those of TRL's prompts and pairs.
+# The names of columns that have token ids: in data of transformers, and in prompts and pairs of TRL.
 _TOKENS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
 _log = logging.getLogger("memascend")
 
@@ -29,22 +29,22 @@ class Forecast:
     """The prediction for one step of a training."""
 
     written: int  # bytes
-    seconds: float | None  # None: the number of tokens or the processor's speed is unknown
-    assumed: str  # the assumed speeds, for readers
+    seconds: float | None  # None if the number of tokens or the processor's speed is unknown
+    assumed: str  # a text for users that names the assumed speeds
 
 
 def forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast | None:
     """Predicts a step with these options of `offload()`.
 
-    Returns None under FSDP2, where `train()` makes the shards, and after any error: an unusual Trainer must not fail
-    because of its forecast.
+    Returns None under FSDP2, because the shards do not exist before `train()`. Also returns None after any error,
+    because an unusual Trainer must not fail only because its steps cannot be predicted.
     """
     if trainer.is_fsdp_enabled:
         return None
     try:
         return _forecast(trainer, options)
     except Exception as error:  # noqa: BLE001
-        # offload() raises errors of the options again.
+        # If the options are wrong, offload() raises the error later.
         _log.debug("steps cannot be predicted: %s", error)
         return None
 
@@ -85,7 +85,10 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
 
 
 def _parameters_of_token(model: Any) -> float:
-    """Returns the number of parameters that compute each token: of experts, only the share that a router chooses."""
+    """Returns the number of parameters that compute each token.
+
+    Counts only the share of the experts that the router chooses for a token.
+    """
     config = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -96,9 +99,10 @@ def _parameters_of_token(model: Any) -> float:
 
 
 def _tokens_of_example(trainer: Any) -> float | None:
-    """Returns the average tokens of an example in the first `_ROWS` rows; None if they cannot be counted.
+    """Returns the average number of tokens in the first `_ROWS` examples; None if tokens cannot be counted.
 
-    Reads only lists and `datasets`, which draw no random numbers when they are read, and only the columns `_TOKENS`.
+    Reads only lists and data sets of the package `datasets`, because reading these draws no random numbers. Reads only
+    the columns in `_TOKENS`.
     """
     data: Any = trainer.train_dataset
     if type(data).__module__.startswith("datasets.") and hasattr(data, "select_columns"):

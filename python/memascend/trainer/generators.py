@@ -1,6 +1,7 @@
-"""Finds random generators that a program's data set, collator and sampler hold; saves and restores their states.
+"""Finds the random generators in a program's data set, collator and sampler. Saves and restores their states.
 
-A path names a generator: the names of the attributes and containers that lead to it from a root, joined by dots.
+Each generator has a path: the names of the attributes and container entries from a root to the generator, joined by
+dots.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from memascend.trainer.position import RandomNumbers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-# Bounds of a walk through a program's objects: the number of objects, and the longest container that it enters.
+# Bounds of a walk through a program's objects: the number of objects, and the length of the longest container that the
+# walk enters.
 _OBJECTS_MAX = 20_000
 _PARTS_MAX = 1_000
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# Types that the walk skips: they hold no generator of a program, or too many objects.
+# Types of objects that the walk skips, because such an object holds either no generator of a program or too many
+# objects.
 _PASSED_OVER = (
     *(str, bytes, int, float, complex, type(None), type, types.ModuleType),
     *(torch.Tensor, torch.nn.Module, torch.dtype, torch.device, np.ndarray, np.generic),
@@ -33,8 +36,11 @@ _PASSED_OVER = (
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the generators of Python, numpy and torch reachable from `roots`, by path, without the process's own."""
-    # random.random and np.random.rand are bound methods of the process's generators.
+    """Returns the generators of Python, numpy and torch that are reachable from `roots`, by path.
+
+    Leaves out the global generators of the process.
+    """
+    # random.random and np.random.rand are bound methods of the process's global generators.
     methods: list[Any] = [random.random, np.random.rand]
     of_process = {id(method.__self__) for method in methods}
     return {
@@ -48,7 +54,10 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of each object reachable from `roots`, breadth first, each object once."""
+    """Yields the path and the value of each object that is reachable from `roots`, breadth first.
+
+    Yields an object once.
+    """
     queue: list[tuple[str, Any]] = [*roots.items()]
     seen: set[int] = set()
     for path, value in queue:
@@ -72,12 +81,12 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, types.MethodType):
         return [("self", value.__self__), ("func", value.__func__)]
     if isinstance(value, types.BuiltinFunctionType):
-        # A bound method may be a generator's: `generator.random`.
+        # The object may be a method of a generator, such as `generator.random`.
         return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
         return list(_parts_of_function(value))
     kind = type(value)
-    # Attributes of the class that are generators, and methods that use a generator of their module.
+    # The class's attributes that are generators, and the class's methods that use a generator of their module.
     shared = [(name, part) for base in kind.__mro__ for name, part in vars(base).items() if _may_hold(part)]
     own = [(name, getattr(value, name, None)) for base in kind.__mro__ for name in _slots(base)]
     return [*getattr(value, "__dict__", {}).items(), *own, *shared]
@@ -123,16 +132,16 @@ def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Sets states that `states_of()` returned.
+    """Sets the generators to states that `states_of()` returned.
 
     Raises:
-        ConfigError: `generators` lacks a path of `states`; no generator was set.
+        ConfigError: `states` has a path that is not in `generators`. Then no generator was set.
     """
     gone = sorted(states.keys() - generators.keys())
     if gone:
         raise ConfigError(
-            f"the run had a random generator at {gone[0]}, and this one has none there: give the data set, collator "
-            'and sampler of this run, or start anew with existing="replace"'
+            f"the stored training used a random generator at {gone[0]}, which does not exist now. Pass the same data "
+            'set, collator and sampler as before, or start a new training with existing="replace"'
         )
     for path, state in states.items():
         _set_state(generators[path], _unpacked(state))
@@ -164,7 +173,7 @@ def _packed(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _packed(part) for name, part in value.items()}
     if isinstance(value, tuple):
-        # The 32-bit words in the state of random.Random.
+        # The tuple has the 32-bit words of the state of a random.Random.
         return _packed(np.array(value, np.uint32))
     if isinstance(value, np.ndarray):
         return [str(value.dtype), base64.b64encode(value.tobytes()).decode()]
@@ -188,11 +197,11 @@ def _unpacked(value: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
-    """Restores all random generators at the end of the block, which may read and collate examples.
+    """Restores all random generators at the end of the block. The block may read and collate examples.
 
-    If the program made a generator inside the block, the attribute that leads to the generator gets its earlier value,
-    so that the program makes the generator again at its next use. Yields a function that returns True if a generator's
-    state has changed.
+    If the program makes a generator inside the block, the attribute that holds the generator gets its earlier value
+    back. The program then makes the generator again at the next use. Yields a function that returns True if the state
+    of a generator has changed.
     """
     named = {str(number): root for number, root in enumerate(roots)}
     own, generators = RandomNumbers.now(), generators_in(named)
@@ -215,9 +224,9 @@ def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
 
 
 def _take_back(path: str, value: Any, attributes: dict[str, Any], made: Iterable[str]) -> None:
-    """Resets attributes of `value` that lead to one of the generators `made` to their values in `attributes`.
+    """Resets the attributes of `value` that lead to a generator at one of the paths `made`.
 
-    `path` leads to `value`; `made` has paths.
+    `path`: the path of `value`. `attributes`: the earlier values of the attributes.
     """
     for name, now in list(vars(value).items()):
         leads = any(one == f"{path}.{name}" or one.startswith(f"{path}.{name}.") for one in made)

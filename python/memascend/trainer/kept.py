@@ -1,4 +1,4 @@
-"""Packs attributes of a Trainer as JSON, and warns of changing attributes that no commit stores."""
+"""Packs attributes of a Trainer as JSON. Warns if an attribute changes during training but no commit stores it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator, Sequence
 
-# Class name in the packed form -> class, for the containers that JSON lacks.
+# The containers that JSON does not have: name of the class in the packed form -> class.
 _KINDS: dict[str, type[Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict
 }  # fmt: skip
-# Containers with more parts are compared only by their length.
+# Of a container that has more parts than this, only the length is compared.
 _COMPARED_PARTS = 10_000
-# Packages whose own attributes `Watch` ignores: commits store those in `names.SUMS` and `names.AVERAGES`.
+# `Watch` ignores the attributes that the code of these packages uses. Commits always store those of the attributes that
+# `names.SUMS` and `names.AVERAGES` list.
 _LIBRARIES = frozenset(
     {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
 )
 
 
 def packed(value: Any, what: str) -> Any:
-    """Converts a value to JSON: numbers, texts, scalars of numpy and torch, and containers of them.
+    """Converts a value to JSON.
+
+    The value may have numbers, texts, scalars of numpy and torch, and containers of such values.
 
     Raises:
-        ConfigError: the value has any other object; the message calls the value `what`.
+        ConfigError: the value contains an object of another type. `what` names the value in the message.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -56,13 +59,13 @@ def _packed_scalar(value: Any, what: str) -> Any:
     if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
         return {"": "numpy", "dtype": str(value.dtype), "parts": value.item()}
     raise ConfigError(
-        f"{what} has {type(value).__name__}, which a commit cannot hold: let it have numbers, texts, and containers of "
-        "these alone"
+        f"{what} contains an object of type {type(value).__name__}, which a commit cannot store. Use only numbers, "
+        "texts, and containers of numbers and texts"
     )
 
 
 def unpacked(value: Any) -> Any:
-    """Returns the value that `packed()` converted; a dict of a class that `_KINDS` lacks becomes a plain dict."""
+    """Converts the result of `packed()` back to a value. A dict whose class is not in `_KINDS` becomes a plain dict."""
     if isinstance(value, list):
         return [unpacked(part) for part in value]
     if not isinstance(value, dict):
@@ -81,13 +84,13 @@ def _of_kind(kind: str, value: dict[str, Any]) -> Any:
     parts = [unpacked(part) for part in value["parts"]]
     if kind in ("dict", "Counter", "OrderedDict"):
         pairs = dict(parts)
-        # Make a Counter from a dict: Counter() of a list would count the pairs.
+        # Make a Counter from a dict, because Counter() of a list of pairs would count the pairs.
         return pairs if kind == "dict" else _KINDS[kind](pairs)
     return deque(parts, value["maxlen"]) if kind == "deque" else _KINDS[kind](parts)
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute; changes a dict or a list in place, since other code may hold the same object."""
+    """Sets an attribute. Changes a dict or a list in place, because other code may refer to the same object."""
     now = getattr(owner, name, None)
     if isinstance(now, dict) and isinstance(value, dict):
         fill(now, value)
@@ -98,19 +101,19 @@ def replace(owner: Any, name: str, value: Any) -> None:
 
 
 def fill(home: dict[Any, Any], value: dict[Any, Any]) -> None:
-    """Replaces the contents of nested dicts in place, so that a defaultdict keeps its factory."""
+    """Replaces the contents of nested dicts in place, so that each defaultdict keeps its factory."""
     for name in [name for name in home if name not in value]:
         del home[name]
     for name, part in value.items():
         if isinstance(part, dict) and type(part) is dict:
-            # Indexing a defaultdict makes a missing entry with its factory.
+            # If the entry is missing, indexing a defaultdict makes the entry with the factory.
             fill(home[name] if isinstance(home, defaultdict) else home.setdefault(name, {}), part)
         else:
             home[name] = part
 
 
 class Watch:
-    """Warns once of a Trainer's attributes that `keep` lacks, and that changed from the first step to the second."""
+    """Warns once about attributes of a Trainer that changed from the first to the second step but are not in `keep`."""
 
     def __init__(self, trainer: Any, keep: Sequence[str]) -> None:
         self._trainer, self._keep = trainer, frozenset(keep)
@@ -118,7 +121,10 @@ class Watch:
         self._compared = False
 
     def look(self) -> None:
-        """Records the attributes at the first step, compares them at the second. `Resume` calls it at each step."""
+        """Records the attributes at the first step, and compares them at the second.
+
+        `Resume` calls this at each step.
+        """
         if self._compared:
             return
         now = self._digests()
@@ -130,13 +136,16 @@ class Watch:
         if changed:
             listed = ", ".join(changed)
             warn(
-                f"{listed} of {type(self._trainer).__name__} changed from one step to the next, and a resume would "
-                f"begin with the constructor's values: memascend.trainer.offload(keep={changed}) keeps numbers, "
-                "texts and containers of them with each commit"
+                f"{listed} of {type(self._trainer).__name__} changed from one step to the next, but commits do not "
+                "store these attributes, so a resume would start with their values from the constructor. To store them "
+                f"in each commit, call memascend.trainer.offload(keep={changed})"
             )
 
     def _digests(self) -> dict[str, int]:
-        """Returns digests of attributes that a commit could store and that neither library code nor `keep` names."""
+        """Returns digests of the attributes that a commit could store.
+
+        Leaves out attributes that library code uses, and attributes in `keep`.
+        """
         theirs = {*_names_in_libraries(type(self._trainer)), *self._keep}
         texts = {name: _text(value) for name, value in vars(self._trainer).items() if name not in theirs}
         return {name: hash(text) for name, text in texts.items() if text is not None}
@@ -153,7 +162,7 @@ def _text(value: Any) -> str | None:
 
 
 def _names_in_libraries(kind: type) -> Iterator[str]:
-    """Yields all names in the code of methods that a class inherits from the libraries."""
+    """Yields all names that occur in the code of the methods that a class inherits from the libraries."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in _LIBRARIES:
             for member in vars(base).values():

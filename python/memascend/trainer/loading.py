@@ -1,6 +1,6 @@
-"""Implements `memascend.trainer.loading()`: `from_pretrained()` makes models without reading their weights.
+"""Implements `memascend.trainer.loading()`: inside the block, `from_pretrained()` reads no weights.
 
-`memascend.offload()` later streams the weights from their files into the store.
+`memascend.offload()` later streams the weights from the model's files into the store.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger("memascend")
-# A ContextVar, so that other threads, and code after the block, load as usual.
+# True inside a block of `loading()`. This is a ContextVar, so that other threads, and code after the block, load models
+# as usual.
 _inside = contextvars.ContextVar("_inside", default=False)
-# A thread holds this lock during a block, since blocks of other threads replace methods of the same classes.
+# A thread holds this lock during a block, because each block replaces methods of the same classes.
 _turn = threading.RLock()
 
 
@@ -40,9 +41,9 @@ def loading() -> Iterator[None]:
     """Makes models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
 
     Inside the block, `from_pretrained` of transformers makes models on the meta device, reads no weights, and moves
-    nothing to another device; this includes calls by TRL's Trainers. The dtype is the one passed to `from_pretrained`,
-    or that of the files; TRL passes float32 unless `model_init_kwargs` has another. `offload()` later streams the
-    weights from their files.
+    nothing to another device. This also applies to calls by TRL's Trainers. The model gets the dtype that is passed to
+    `from_pretrained`, otherwise the dtype of the files. TRL passes float32 unless `model_init_kwargs` has another
+    dtype. `offload()` later streams the weights from the model's files.
 
     ```
     with memascend.trainer.loading():
@@ -50,12 +51,12 @@ def loading() -> Iterator[None]:
     memascend.trainer.offload(trainer, storage="run.store")
     ```
 
-    `offload()` dequantizes weights in MXFP4 and in FP8 with block scales as they stream, and the model is built as if
-    it had never been quantized. The model's own code initialises parameters that the files lack (the head of a reward
-    model, adapters), in memory, as usual.
+    If the weights are quantized in MXFP4, or in FP8 with block scales, the block makes the model without quantization,
+    and `offload()` dequantizes the weights while it streams them. If the files do not contain a parameter (the head of
+    a reward model, an adapter), the model's own code initialises the parameter in memory, as usual.
 
     Raises:
-        ConfigError: a model has another quantization, or its weights are not in safetensors.
+        ConfigError: a model has another quantization than MXFP4 or FP8, or its weights are not in safetensors files.
         UsageError: code in the block needs the values of weights.
     """
     names.require_loader()
@@ -70,16 +71,16 @@ def loading() -> Iterator[None]:
             if "meta tensor" not in str(error) or isinstance(error, UsageError):
                 raise
             raise UsageError(
-                f"code within loading() needs values of weights, which are not read there ({error}): leave out the "
-                "option that does (precompute_ref_log_probs, new tokens, adapters that begin with the weights), or "
-                "make the model outside of loading()"
+                f"code inside loading() needs the values of weights, but loading() reads no weights ({error}). Remove "
+                "the option that needs the values (precompute_ref_log_probs, new tokens, adapters that start from the "
+                "weights), or make the model outside of loading()"
             ) from error
 
 
 def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Replaces a method: inside the block, `instead(own method, *arguments)` runs in its place.
+    """Replaces a method: inside the block, calls of the method run `instead(own method, *arguments)`.
 
-    Code outside the block (other threads) still gets the own method. `undo` restores it.
+    Outside the block, for example in other threads, the own method still runs. Closing `undo` restores the own method.
     """
     there = vars(owner)[name]
     own = getattr(there, "__func__", there)
@@ -91,45 +92,51 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callab
 
 
 def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Runs `from_pretrained()` without `device_map`, and makes a quantized model as a plain one."""
+    """Runs `from_pretrained()` without `device_map`, and makes a quantized model without its quantization."""
     if named.get("key_mapping"):
-        raise ConfigError("loading() knows no key_mapping=: load it once without loading(), and save_pretrained() it")
+        raise ConfigError(
+            "loading() does not support key_mapping=. Load the model once without loading(), and save it with "
+            "save_pretrained()"
+        )
     path = named.get("pretrained_model_name_or_path", given[1] if len(given) > 1 else None)
     with contextlib.ExitStack() as undo:
         _replace(undo, HfQuantizer, "__init__", functools.partial(_dequantize, path))
         try:
             made = own(*given, **named | {"device_map": None})
         except ImportError as error:
-            # transformers misses the package of a quantization that `_dequantize()` does not support.
+            # transformers looks for the package of the quantization before `_dequantize()` can reject the quantization.
             if "quantiz" not in str(error) or "accelerate" in str(error):
                 raise
             raise refusal(path, str(error)) from error
         config = getattr(made[0] if isinstance(made, tuple) else made, "config", None)
         text = getattr(config, "get_text_config", lambda: None)()
         if text is not None and text is not config and getattr(text, "quantization_config", None) is not None:
-            # transformers removes `quantization_config` from the model's config, but not from its text config.
+            # transformers removes `quantization_config` from the model's config, but not from the text config inside.
             del text.quantization_config
         return made
 
 
 def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
-    """Sets `dequantize` in a new HfQuantizer: then transformers makes a plain model, and does not look for kernels."""
+    """Sets `dequantize` in a new HfQuantizer: transformers then makes a plain model, and does not look for kernels."""
     own(quantizer, config, **named)
     method = getattr(config.quant_method, "value", config.quant_method)
     if not quantizer.pre_quantized:
         raise ConfigError(
-            f"quantization_config= would quantize {path} ({method}) while it is loaded, and loading() streams weights "
-            "as they are: leave it out, or make the model outside of loading()"
+            f"quantization_config= would quantize {path} ({method}) while it is loaded, but loading() does not "
+            "quantize weights. Remove quantization_config=, or make the model outside of loading()"
         )
     require_readable(path, method)
     config.dequantize = True
-    # Otherwise transformers keeps these modules (embeddings) in 8 bits.
+    # If `modules_to_convert` stays set, transformers keeps these modules (embeddings) in 8 bits.
     if getattr(config, "modules_to_convert", None):
         config.modules_to_convert = None
 
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
-    """Runs `Module.to()`, but ignores the device if the module has meta parameters; peft's adapters stay in place."""
+    """Runs `Module.to()`, but ignores the device if the module has meta parameters.
+
+    So the peft adapters of such a module also stay on their device.
+    """
     device, dtype, *_ = torch._C._nn._parse_to(*given, **named)  # noqa: SLF001
     if device is None or (device.type != "meta" and not any(one.is_meta for one in module.parameters())):
         return own(module, *given, **named)
@@ -145,15 +152,18 @@ def _load(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Notes each parameter's source instead of reading it; transformers initialises parameters that have no source."""
+    """Notes the source of each parameter instead of reading its values.
+
+    transformers initialises the parameters that have no source.
+    """
     if state_dict is not None or rest or named:
-        # The caller gave the values, or loads an adapter: load as usual.
+        # The caller passed the values or loads an adapter, so load as usual.
         return own(model, state_dict, checkpoint_files, load_config, *rest, **named)
     path = load_config.pretrained_model_name_or_path
     if not checkpoint_files or any(not str(file).endswith(".safetensors") for file in checkpoint_files):
         raise ConfigError(
-            f"{path} has its weights in no safetensors, and others cannot be read one by one: load it once without "
-            "loading(), and save_pretrained() it"
+            f"the weights of {path} are not in safetensors files, and loading() cannot read other files. Load the "
+            "model once without loading(), and save it with save_pretrained()"
         )
     return _noted(model, checkpoint_files, load_config), None
 
@@ -171,10 +181,15 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
     for name, source in list(model.all_tied_weights_keys.items()):
         if name in keys and source in keys:
             if same_bits(files.at(keys[name]), files.at(keys[source])):
-                # The parameters are tied: noting the source of one is enough.
+                # The two parameters are tied, so the source of one of them is enough.
                 del keys[name]
             else:
-                _log.warning("%s has other values for %s than for %s: they are not tied", files.path, name, source)
+                _log.warning(
+                    "%s has different values for %s and %s, so these two parameters are not tied",
+                    files.path,
+                    name,
+                    source,
+                )
                 del model.all_tied_weights_keys[name]
     shapes = {name: tuple(files.on_meta(key).shape) for name, key in keys.items()}
     unfit = {(name, shape, tuple(state[name].shape)) for name, shape in shapes.items() if shape != state[name].shape}
@@ -195,7 +210,10 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
 
 
 def _note(model: Any, name: str, source: Source) -> None:
-    """Notes the source of a parameter on it; reads a buffer at once, since it is small."""
+    """Stores the source of a parameter on the parameter.
+
+    Reads the values of a buffer at once, because buffers are small.
+    """
     module, _, short = name.rpartition(".")
     owner = model.get_submodule(module)
     tensor = getattr(owner, short)
@@ -205,5 +223,5 @@ def _note(model: Any, name: str, source: Source) -> None:
     else:
         tensor = source.values().clone()
         setattr(owner, short, tensor)
-    # Tells transformers not to initialise the tensor.
+    # This attribute tells transformers not to initialise the tensor.
     tensor._is_hf_initialized = True  # noqa: SLF001

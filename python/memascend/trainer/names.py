@@ -1,4 +1,4 @@
-"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the tested versions of each."""
+"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the tested versions."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ METHODS = (
 )
 # Callback events of a step that the Trainer fires before `step()`.
 BEFORE_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
-# Attributes that the Trainer accumulates between two lines of its log.
+# Attributes in which the Trainer accumulates values between two lines of its log.
 SUMS = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
     *("_initial_num_input_tokens_seen", "_total_train_tokens"),
 )
-# Attributes of TRL's, Axolotl's and sentence-transformers' Trainers: numbers by name, whose averages they log.
+# Attributes in which the Trainers of TRL, Axolotl and sentence-transformers collect numbers by name. These Trainers log
+# the averages of the numbers.
 AVERAGES = ("_metrics", "_stored_metrics", "accum_loss_components")
 # The attribute of accelerate's optimizer that is True if its last step was skipped.
 SKIPPED = "_is_overflow"
-# The file with the scheduler's state in a checkpoint.
+# The name of the file in a Trainer's checkpoint that has the scheduler's state.
 SCHEDULER = "scheduler.pt"
-# The file with TrainerState in a checkpoint.
+# The name of the file in a Trainer's checkpoint that has TrainerState.
 STATE = "trainer_state.json"
-# The callbacks that print a log.
+# The classes of callbacks that print the log.
 PRINTING = (PrinterCallback, ProgressCallback)
-# The function that the Trainer's loop calls to skip batches at a resume; `Feed` skips them instead.
+# The name of the function that the Trainer's loop calls to skip batches at a resume. memascend replaces this function,
+# because `Feed` skips the batches.
 SKIP = "skip_first_batches"
-# The method by which from_pretrained() reads files into the model, which is on the meta device until then.
+# The name of the method by which from_pretrained() reads weight files into a model on the meta device.
 LOADER = "_load_pretrained_model"
 
 
@@ -50,12 +52,13 @@ def require(trainer: Any) -> None:
     """Checks that the Trainer has the methods that `Resume` replaces.
 
     Raises:
-        ConfigError: `trainer` is not a Trainer of transformers, or its version lacks a method.
+        ConfigError: `trainer` is not a Trainer of transformers, or this version of transformers does not have one of
+            the methods.
     """
     if not isinstance(trainer, transformers_trainer.Trainer):
         raise ConfigError(
-            f"memascend.trainer.offload() takes a Trainer of transformers or a subclass, not {type(trainer).__name__}: "
-            "give a model and an optimizer to memascend.offload()"
+            "memascend.trainer.offload() takes a Trainer of transformers or of a subclass, not "
+            f"{type(trainer).__name__}. Without a Trainer, pass the model and the optimizer to memascend.offload()"
         )
     missing = [name for name in METHODS if not callable(getattr(trainer, name, None))]
     missing += [name for name in (SKIP,) if not hasattr(transformers_trainer, name)]
@@ -66,10 +69,11 @@ def require(trainer: Any) -> None:
 def require_loader() -> tuple[type[Any], Any]:
     """Returns transformers' LoadStateDictInfo and build_glob_alternation.
 
-    The first reports missing and unexpected keys; the second matches parameters that keep another dtype.
+    LoadStateDictInfo reports missing and unexpected keys. build_glob_alternation() makes the pattern of the parameters
+    that keep another dtype than the model's.
 
     Raises:
-        ConfigError: this version of transformers lacks one of them, or loads weights by another method.
+        ConfigError: this version of transformers does not have one of these names, or loads weights by another method.
     """
     if not callable(getattr(PreTrainedModel, LOADER, None)):
         raise _untried(f"PreTrainedModel has no {LOADER}()")
@@ -83,4 +87,4 @@ def require_loader() -> tuple[type[Any], Any]:
 
 def _untried(what: str) -> ConfigError:
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "accelerate"))
-    return ConfigError(f"{what} ({found}); memascend.trainer was tried with {_TRIED}: install one of these")
+    return ConfigError(f"{what} ({found}). memascend.trainer was tested with {_TRIED}: install one of these versions")

@@ -1,4 +1,7 @@
-"""Encodes a Trainer's position as text of a bounded size for a commit: counters, losses, callbacks, random states."""
+"""Encodes a Trainer's position for a commit, as text of bounded size.
+
+A position has counters, sums of losses, states of callbacks and random states.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +23,33 @@ from memascend.trainer.kept import fill, packed, replace, unpacked
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# The limit of an encoded position. A commit holds at most 128 KiB of options, schedulers and position.
+# The largest size of an encoded position. A commit has 128 KiB for options, schedulers and the position together.
 _BYTES_MAX = 56 << 10
-# TRL's Trainers average lists that have a number for each micro-batch; `_summed()` sums lists longer than this.
+# TRL's Trainers log averages of lists that have one number for each micro-batch. `_summed()` sums lists longer than
+# this.
 _NUMBERS_MAX = 256
-# `encoded()` does not shorten lists of fewer entries.
+# `encoded()` does not shorten a list that has fewer entries than this.
 _SHORTEST = 16
-# The most lines of the log in a position, which each step writes. 300 lines usually fit; encoding 10,000 took 0.1 s.
+# The largest number of log lines in a position. Each step encodes and writes the position: 300 lines usually fit, and
+# encoding 10,000 lines took 0.1 s.
 _LINES_MAX = 300
-# Fields of TrainerState that a position leaves out: the arguments set them, or the position has them elsewhere.
+# Fields of TrainerState that a position leaves out, because the Trainer's arguments set these fields or because the
+# position stores their values under other names.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
 _NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
 _NOT_KEPT |= {"is_local_process_zero", "is_world_process_zero"}
 
 
 class RandomNumbers:
-    """The states of the process's random generators at one moment: Python, numpy, torch, each CUDA device."""
+    """The states of all random generators of the process at one moment: Python, numpy, torch, each CUDA device."""
 
     def __init__(self, states: list[Any]) -> None:
-        """`states`: in the order in which `now()` collects them."""
+        """`states`: the states, in the order in which `now()` collects them."""
         self.states = states
 
     @classmethod
     def now(cls) -> RandomNumbers:
-        """Returns the current states."""
+        """Returns the current states of the process's generators."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return cls([random.getstate(), np.random.get_state(), torch.get_rng_state(), *cuda])  # noqa: NPY002
 
@@ -77,18 +83,18 @@ def encoded_state(state: torch.Tensor) -> str:
 
 
 def state_of(text: str) -> torch.Tensor:
-    """Decodes a state that `encoded_state()` encoded, as a tensor of bytes."""
+    """Decodes the text of `encoded_state()`. Returns the state as a tensor of bytes."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def encoded(position: dict[str, Any]) -> str:
     """Encodes a position as text of at most `_BYTES_MAX` characters.
 
-    If the text is too long, drops the oldest lines of the log, which "left_out" counts; then the older halves of the
-    longest lists in states of callbacks and in kept attributes.
+    If the text is too long, first drops the oldest lines of the log, and adds their number to "left_out". If the text
+    is still too long, drops the older halves of the longest lists in the states of callbacks and in kept attributes.
 
     Raises:
-        ConfigError: the text is still too long.
+        ConfigError: the text is still too long after that.
     """
     lines = position["log_history"]
     while True:
@@ -106,8 +112,9 @@ def encoded(position: dict[str, Any]) -> str:
         if len(longest) < _SHORTEST:
             large = max(position, key=lambda name: len(json.dumps(position[name])))
             raise ConfigError(
-                f"the Trainer's position takes {len(text)} bytes, and a commit holds {_BYTES_MAX}; most of them are "
-                f"{large!r}: keep less in stateful callbacks and schedulers, and fewer random generators in the data"
+                f"the Trainer's position takes {len(text)} bytes, but a commit has room for {_BYTES_MAX}. The largest "
+                f"part is {large!r}. Store less in stateful callbacks and schedulers, and use fewer random generators "
+                "in the data"
             )
         del longest[: len(longest) // 2]
 
@@ -122,7 +129,7 @@ def _lists(value: Any) -> Iterator[list[Any]]:
 
 
 def decoded(text: str, where: str) -> dict[str, Any]:
-    """Decodes a position that `encoded()` returned; the error message calls its store or folder `where`.
+    """Decodes a position that `encoded()` returned. `where`: names the store or the folder in the error message.
 
     Raises:
         CorruptionError: `text` is not an encoded position.
@@ -130,15 +137,15 @@ def decoded(text: str, where: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
     except (ValueError, zlib.error) as error:
-        raise CorruptionError(f"{where} holds a Trainer's position that cannot be read: {error}") from error
+        raise CorruptionError(f"the Trainer's position in {where} is damaged and cannot be read: {error}") from error
     return found
 
 
 class TrainerSnapshot:
-    """Reads and restores a Trainer's counters, sums, callbacks' states and attributes named in `keep=`."""
+    """Reads and restores a Trainer's counters and sums, the states of its callbacks, and its attributes in `keep`."""
 
     def __init__(self, trainer: Any, keep: Sequence[str] = ()) -> None:
-        """`keep`: names of attributes of `trainer` that `taken()` includes."""
+        """`keep`: names of attributes of `trainer` whose values `taken()` includes."""
         self._trainer, self._keep = trainer, tuple(keep)
         self._warned = False
 
@@ -146,7 +153,7 @@ class TrainerSnapshot:
         """Returns the current values, as JSON.
 
         Raises:
-            ConfigError: a callback's state or a kept attribute has an object that `packed()` rejects.
+            ConfigError: the state of a callback or a kept attribute contains an object that `packed()` rejects.
         """
         trainer = self._trainer
         lines = trainer.state.log_history
@@ -162,7 +169,7 @@ class TrainerSnapshot:
         return {
             **own,
             "state": numbers(state),
-            # Axolotl counts tokens in dicts of tensors in TrainerState.
+            # Axolotl keeps counts of tokens in TrainerState, as dicts of tensors.
             "tensors": {name: _summed(value) for name, value in state.items() if _are_tensors(value)},
             "log_history": [numbers(line) for line in lines[-_LINES_MAX:]],
             "left_out": max(0, len(lines) - _LINES_MAX),
@@ -172,19 +179,19 @@ class TrainerSnapshot:
         }
 
     def _warn_of_size(self, own: dict[str, Any]) -> None:
-        """Warns once if callbacks' states and kept attributes alone may exceed the size of a position."""
+        """Warns once if the states of callbacks and the kept attributes together are larger than a position may be."""
         size = len(json.dumps(own))
         if size > _BYTES_MAX and not self._warned:
             self._warned = True
             largest = max((len(json.dumps(part)), name) for kind in own.values() for name, part in kind.items())[1]
             warn(
-                f"stateful callbacks and kept attributes of the Trainer take {size} bytes of each commit, most of them "
-                f"{largest!r}, and a commit holds about {_BYTES_MAX}: past that a resume has the newest half of the "
-                "longest lists alone"
+                f"stateful callbacks and kept attributes of the Trainer take {size} bytes of each commit. The largest "
+                f"is {largest!r}. A commit has room for about {_BYTES_MAX} bytes: if this is not enough, a resume gets "
+                "only the newest half of the longest lists. Keep fewer values in these callbacks and attributes"
             )
 
     def install(self, taken: dict[str, Any]) -> None:
-        """Sets the fields and the log of TrainerState to values that `taken()` returned."""
+        """Sets the fields and the log history of TrainerState to the values that `taken()` returned."""
         state = self._trainer.state
         for name, value in taken["state"].items():
             setattr(state, name, value)
@@ -195,7 +202,7 @@ class TrainerSnapshot:
     def restore(self, taken: dict[str, Any], *, control: bool = True) -> None:
         """Sets all values that `taken()` returned, in place.
 
-        Without `control`, leaves TrainerControl (the orders to log, save or stop) as it is.
+        Without `control`, does not change TrainerControl, which has the orders to log, save or stop.
         """
         trainer = self._trainer
         self.install(taken)
@@ -217,7 +224,10 @@ class TrainerSnapshot:
             trainer.accelerator.scaler.load_state_dict(taken["scaler"])
 
     def _stateful(self) -> Iterator[tuple[str, list[Any]]]:
-        """Returns callbacks and TrainerControl by class name, if they export their state to checkpoints."""
+        """Yields each class name with its callbacks that export their state to checkpoints.
+
+        TrainerControl counts, too.
+        """
         by_name: dict[str, list[Any]] = {}
         for one in (*self._trainer.callback_handler.callbacks, self._trainer.control):
             if isinstance(one, names.ExportableState):
@@ -226,7 +236,10 @@ class TrainerSnapshot:
 
 
 def _scaler_after(scaler: Any) -> dict[str, Any] | None:
-    """Returns the GradScaler's state after the current step: the Trainer calls its `update()` after the commit."""
+    """Returns the state that the GradScaler will have after the current step.
+
+    The Trainer calls the scaler's `update()` only after the commit.
+    """
     if scaler is None or not scaler.is_enabled():
         return None
     state: dict[str, Any] = scaler.state_dict()
@@ -237,9 +250,10 @@ def _scaler_after(scaler: Any) -> dict[str, Any] | None:
 
 
 def _summed(value: Any) -> Any:
-    """Converts numbers by name to JSON.
+    """Converts dicts and lists of numbers to JSON.
 
-    Changes a list longer than `_NUMBERS_MAX`, in the Trainer too: the first entry becomes the sum, all other entries 0.
+    In a list longer than `_NUMBERS_MAX`, sets the first entry to the sum of the list, and all other entries to 0. This
+    also changes the Trainer's own list.
     """
     if isinstance(value, dict):
         return {name: _summed(part) for name, part in value.items()}
@@ -253,18 +267,18 @@ def _summed(value: Any) -> Any:
 
 
 def _are_tensors(value: Any) -> bool:
-    """True if `value` is a dict that has only scalar tensors."""
+    """True if `value` is a dict whose values are all scalar tensors."""
     return isinstance(value, dict) and all(isinstance(one, torch.Tensor) and one.numel() == 1 for one in value.values())
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values that JSON can hold; scalars of numpy and torch become numbers."""
+    """Returns the entries whose values JSON can store. Converts scalars of numpy and torch to numbers."""
     found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
     return {name: plain(value) for name, value in found.items() if storable(value)}
 
 
 def _with_tensors(value: Any) -> Any:
-    """Decodes numbers that `_summed()` converted."""
+    """Converts the result of `_summed()` back to numbers and tensors."""
     if isinstance(value, dict):
         return {name: _with_tensors(part) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], str):

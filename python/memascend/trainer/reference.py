@@ -1,4 +1,4 @@
-"""Offloads the reference model of a preference Trainer, which needs neither gradients nor optimizer state."""
+"""Offloads a preference Trainer's reference model. This model needs neither gradients nor optimizer state."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
 
 _log = logging.getLogger("memascend")
-# Options of `offload()` with budgets that both models share -> their fields in `Options`.
+# Options of `offload()` for the budgets that both models share -> the fields of these budgets in `Options`.
 _BUDGETS = {"host_memory": "host_bytes", "device_memory": "device_bytes"}
 
 
 def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
-    """Offloads the trained model, and the reference into a temporary store; returns the trained model's optimizer.
+    """Offloads the trained model into its store, and the reference model into a temporary store.
 
-    Each start reads the reference's weights from its files, or from memory. Under FSDP2 TRL shards the reference, and
-    only the trained model is offloaded.
+    Returns the trained model's optimizer.
+
+    Each start of the training reads the reference model's weights from its files or from memory. Under FSDP2 only the
+    trained model is offloaded, because TRL shards the reference model itself.
 
     Raises:
         ConfigError: one of the models cannot be offloaded.
@@ -45,7 +47,7 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
     except BudgetError as error:
         share = sum(own[name] for name in rest)
         raise BudgetError(
-            f"{error}; the reference model takes {bytes_shown(share)} beside it, within the same budget",
+            f"{error}. The reference model also takes {bytes_shown(share)} of this budget",
             smallest=error.smallest + share,
         ) from error
     try:
@@ -57,12 +59,13 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
 
 
 def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Plans the reference; returns its options, and the budgets that remain for the trained model.
+    """Plans the reference model. Returns its options, and the budgets that remain for the trained model.
 
-    The reference gets the smallest budget that keeps disk and compute busy. The trained model gets the rest, since its
-    memory saves I/O of optimizer state, too. The reference's store is an unlinked file beside the trained model's.
+    The reference model gets the smallest budget that keeps storage and compute busy. The trained model gets the rest of
+    the memory, because each byte for the trained model also saves I/O of optimizer state. The reference model's store
+    is an unlinked file in the folder of the trained model's store.
     """
-    # TRL computes the reference without gradients.
+    # TRL computes the reference model without gradients.
     model.requires_grad_(False)
     own = {name: options[name] for name in ("device", "scratch", "timeout") if name in options}
     storage = options["storage"]
@@ -79,13 +82,14 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
         if name == "host_memory" and given.spare is not None:
             rest[name] = replace(given.spare, taken=own[name])
         elif total is not None and name in own:
-            # At least 1, so that the trained model's plan raises the error that names the smallest budget that works.
+            # Use at least 1. Then the plan of the trained model raises the error that names the smallest budget that
+            # works.
             rest[name] = max(1, total - own[name])
     taken = bytes_shown(plan.budget)
-    _log.info("the reference model takes %s of host memory; the trained model has the rest", taken)
+    _log.info("the reference model takes %s of host memory; the trained model gets the rest", taken)
     return own, rest
 
 
 def _idle(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns a stateless optimizer of the smallest parameter: `offload()` takes no model without an optimizer."""
+    """Returns a stateless optimizer of the smallest parameter. `offload()` needs an optimizer for each model."""
     return torch.optim.SGD([min(model.parameters(), key=torch.Tensor.numel)], lr=0.0)

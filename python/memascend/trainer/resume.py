@@ -1,14 +1,18 @@
-"""Commits a Trainer's position with each step, and resumes there in a new process.
+"""Commits a Trainer's position with each step, and resumes at this position in a new process.
 
 [Note: the repeated step] A resume enters the Trainer's own loop at the last committed step N and repeats step N without
-computing: batches are empty, losses are zero, events before `step()` are muted, and `step()` restores the values of the
-commit. After it the Trainer itself runs everything that follows a commit, in its own order: the scheduler, callbacks, a
-line of the log, an evaluation, a checkpoint, the end of an epoch or of the training.
+computing. The repeated step gets empty batches and zero losses, its events before `step()` are muted, and its `step()`
+restores the values of the commit. After the repeated step, the Trainer itself runs everything that follows a commit, in
+its usual order: the scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the end of an epoch or of the
+training.
 
-- Code of step N before `step()` never runs twice; code after it runs at least once.
-- `on_train_begin` sees the Trainer as after a resume from a checkpoint at N; `on_epoch_begin` sees it as at the begin
-  of that epoch. `session.edits.repeat()` drops the changes of weights that both make again.
-- At the end of a training, one more commit at its last step records the end, so that the next start repeats nothing.
+- The Trainer's code that comes before `step()` in step N never runs twice. The code that comes after `step()` runs at
+  least once.
+- In `on_train_begin`, the Trainer has the state of a checkpoint at step N. In `on_epoch_begin`, the Trainer has the
+  state at the start of the resumed epoch. If callbacks change weights in these two events, `session.edits.repeat()`
+  drops the changes, because the store already has them.
+- When a training ends, one more commit at the last step records the end. The next start of an ended training then
+  repeats no step.
 """
 
 from __future__ import annotations
@@ -48,50 +52,56 @@ if TYPE_CHECKING:
     from memascend.trainer.display import Display
 
 _log = logging.getLogger("memascend")
-# The average time of fewer steps than these does not predict the time of the next steps.
+# The smallest number of steps whose average time is used to predict the time of later steps.
 _FEW_STEPS = 3
-# The value of `resume_from_checkpoint` for the Trainer's loop, which only tests whether it is set.
+# The value of `resume_from_checkpoint` that the Trainer's loop gets. The loop only tests whether the argument is set.
 _FROM_STORE = "the store"
 
 
 class Resume:
-    """Replaces methods of a Trainer object, so that its training resumes at the store's position."""
+    """Replaces methods of a Trainer object, so that the Trainer resumes at the store's position."""
 
     def __init__(self, trainer: Any, run: dict[str, Any], *, exact_norm: bool, keep: Sequence[str] = ()) -> None:
         """Replaces the methods; `begin()` connects the offloaded optimizer later.
 
-        `run`: the description of the run, stored in each commit. `exact_norm`: `step()` clips, and the Trainer logs its
-        norm. `keep`: names of attributes of the Trainer that each commit stores.
+        `run`: the description of the run; each commit stores it. `exact_norm`: True if `step()` clips, so that the
+        Trainer logs the norm that `step()` computed. `keep`: names of attributes of the Trainer that each commit
+        stores.
         """
         self._trainer, self.run, self.clips_exactly = trainer, run, exact_norm
         self._figures = TrainerSnapshot(trainer, keep)
         self._watch = Watch(trainer, keep)
         self._optimizer: OffloadedOptimizer | None = None
         self._late: Callable[[], object] | None = None
-        # The argument `resume_from_checkpoint` of train().
+        # The argument `resume_from_checkpoint` that the user passed to train().
         self._wanted: Any = None
-        # The position to resume at, as JSON; None for a new training, and after the repeated step.
+        # The position to resume at, as JSON. None in a new training, and None again after the repeated step.
         self._kept: Any = None
         # True while the Trainer's loop repeats a step (see [Note: the repeated step]).
         self._repeats = False
-        # The best checkpoint, once its weights were loaded into the store.
+        # The path of the best checkpoint if its weights were loaded into the store, otherwise None.
         self._best: str | None = None
         self._feed: Feed | None = None
-        # The epoch, its batches before the current step, and the batches of the current step.
+        # The number of the epoch, the number of its batches before the current step, and the number of batches in the
+        # current step.
         self._epoch, self._passed, self._group = 0, 0, 0
-        # The number of batches in the epoch; `global_step` and `epoch` of TrainerState when the epoch began.
+        # `_batches`: the number of batches in the epoch. `_begun`: `global_step` and `epoch` of TrainerState when the
+        # epoch began.
         self._batches, self._begun = 0, (0, 0.0)
-        # The epoch of the next `on_epoch_begin` event.
+        # The number of the epoch that the next `on_epoch_begin` event begins.
         self._next_epoch = 0
-        # Lines that a shorter training logged at its end; the longer training adds them to its log.
+        # Log lines that this training wrote at its end, before it was made longer. The longer training adds these lines
+        # to its log.
         self._lines: list[dict[str, Any]] = []
-        # `TrainerSnapshot.taken()` after the last step's events, and the `session.edits` blocks committed until then.
+        # The result of `TrainerSnapshot.taken()` after the last step's events, and the number of `session.edits` blocks
+        # that were committed until then.
         self._ended: dict[str, Any] = {}
         # The gradient norm of the current step, for the log.
         self._norm: float | None = None
         self._steps = None if trainer.is_fsdp_enabled else Steps(trainer)
         self._start, self._seconds_before, self._written_before = 0.0, 0.0, 0
-        # Average seconds of a step in earlier processes; None after fewer than `_FEW_STEPS` steps.
+        # The average seconds of a step in earlier processes; None if these processes trained fewer than `_FEW_STEPS`
+        # steps.
         self.seconds_of_step: float | None = None
         self._trains = False
         self.display: Display | None = None
@@ -109,7 +119,7 @@ class Resume:
         return session_of(self._optimizer)
 
     def begin(self, optimizer: OffloadedOptimizer, kept: dict[str, Any] | None) -> None:
-        """Connects the offloaded optimizer; `kept`: the position to resume at, None for a new training."""
+        """Connects the offloaded optimizer. `kept`: the position to resume at; None for a new training."""
         self._optimizer, self._kept = optimizer, kept
         if kept is not None:
             self._seconds_before, self._written_before = kept["seconds"], kept.get("written", 0)
@@ -120,15 +130,15 @@ class Resume:
 
     @property
     def written(self) -> int:
-        """The bytes that this process and earlier processes of the training have written."""
+        """The total bytes that this process and earlier processes of this training have written."""
         return self._written_before + counted_in(self._session.report())[1]
 
     def begin_late(self, begin: Callable[[], object]) -> None:
-        """Makes `train()` call a function after it has sharded the model; the function must call `self.begin()`."""
+        """Makes `train()` call `begin` after `train()` has sharded the model. `begin` must call `self.begin()`."""
         self._late = begin
 
     def position(self) -> str:
-        """Returns the encoded position after the current step. `session.step()` calls it while it commits."""
+        """Returns the encoded position after the current step. `session.step()` calls this method during the commit."""
         assert self._feed is not None
         assert self._optimizer is not None
         if self.clips_exactly:
@@ -162,12 +172,13 @@ class Resume:
         """Trains; resumes at the store's position even if `resume_from_checkpoint` is given.
 
         Raises:
-            UsageError: `train()` was called before, or the checkpoint is of another training or position.
+            UsageError: `train()` was called before, or the checkpoint belongs to another training or to another
+                position.
         """
         if self._trains:
             raise UsageError(
-                "train() was called again, and the store holds one training: to go on after an interrupt, make the "
-                "Trainer anew and call memascend.trainer.offload() with the same storage=; for another training, give "
+                "train() was called twice, but a store holds only one training. To continue after an interrupt, make a "
+                "new Trainer and call memascend.trainer.offload() with the same storage=. For another training, pass "
                 "another storage="
             )
         require_same_arguments(self.run, self._trainer)
@@ -180,7 +191,8 @@ class Resume:
             if self._optimizer is not None:
                 # Python prints a note as the last line of the traceback.
                 stop.add_note(
-                    f"stopped after step {self._optimizer.steps}, which is committed: the same script goes on there"
+                    f"stopped after step {self._optimizer.steps}, which is saved: start the same script again to "
+                    "continue"
                 )
             raise
         self._end_training()
@@ -189,7 +201,11 @@ class Resume:
         return result
 
     def _require_here(self, folder: Any) -> None:
-        """Rejects a checkpoint of another training or position, unless the store is ahead of the newest checkpoint."""
+        """Rejects a checkpoint of another training or position.
+
+        Accepts the newest checkpoint if it has an earlier step of the store's training, because the store may have
+        committed more steps after this checkpoint.
+        """
         found: Any = _newest(str(self._trainer.args.output_dir)) if folder is True else folder
         metadata = self._session.run.metadata
         identity = None if found is None else identity_of(Path(found))
@@ -201,33 +217,33 @@ class Resume:
             is_before = identity is not None and identity["store"] == here["store"] and identity["step"] < here["step"]
             if is_newest and (found is None or is_before):
                 _log.warning(
-                    "the store is ahead of the newest checkpoint (%s): the training goes on after step %d",
-                    found or "there is none",
+                    "the store has more steps than the newest checkpoint (%s), so the training continues after the "
+                    "store's step %d",
+                    found or "no checkpoint found",
                     here["step"],
                 )
                 return
         raise UsageError(
-            f"the store has this training after step {metadata.step}, and "
-            f"resume_from_checkpoint={folder!r} is of another position: call train() without it, which goes on "
-            'there; or begin at the checkpoint, with existing="replace" and checkpoint= in memascend.trainer.'
-            "offload()"
+            f"the store has this training after step {metadata.step}, but resume_from_checkpoint={folder!r} is at "
+            "another position. To continue after the store's step, call train() without resume_from_checkpoint. To "
+            'start from the checkpoint, pass existing="replace" and checkpoint= to memascend.trainer.offload()'
         )
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
-        """Returns the Trainer's optimizer; makes one only if none is offloaded yet."""
+        """Returns the Trainer's optimizer. Makes an optimizer only if none is offloaded yet."""
         if self._optimizer is None:
             return self._own["create_optimizer"](*given, **named)
         return self._trainer.optimizer
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        """Raises UsageError: a store holds one training."""
+        """Raises UsageError, because a store holds only one training."""
         raise UsageError(
-            "hyperparameter_search() makes a model for each trial, and the store holds one: start a process with a "
-            "storage= of its own for each trial"
+            "hyperparameter_search() makes a new model for each trial, but a store holds only one model. Start one "
+            "process per trial, each with a different storage="
         )
 
     def get_train_dataloader(self) -> Any:
-        """Returns the Trainer's loader; the first one of `train()` reads through a `Feed`."""
+        """Returns the Trainer's data loader. The first loader within `train()` reads its batches through a `Feed`."""
         loader = self._own["get_train_dataloader"]()
         if not self._trains or self._feed is not None:
             return loader
@@ -239,22 +255,22 @@ class Resume:
         return loader
 
     def _init_training_state(self, *given: Any, **named: Any) -> Any:
-        """Restores TrainerState at a resume; returns the first epoch, and how many of its batches to skip."""
+        """Restores TrainerState at a resume. Returns the first epoch, and the number of its batches to skip."""
         found = self._own["_init_training_state"](*given, **named)
         if self._kept is None:
             return found
         if self._trainer.state.max_steps < self._kept["step"]:
             raise ConfigError(
-                f"the store has this training after step {self._kept['step']}, and it is to end after step "
-                f"{self._trainer.state.max_steps}: give as many steps or epochs as before, or more"
+                f"the store has this training after step {self._kept['step']}, but the arguments end it after step "
+                f"{self._trainer.state.max_steps}. Set at least as many steps or epochs as before"
             )
         self._install()
-        # A training that has ended has no epochs left.
+        # An ended training has no epochs left.
         self._next_epoch = self._trainer.state.num_train_epochs if self._has_ended() else self._kept["epoch"]
         return self._next_epoch, self._kept["passed"]
 
     def _install(self) -> None:
-        """Sets TrainerState to the state of a checkpoint at the last step."""
+        """Sets TrainerState to the values that a checkpoint at the last committed step would have."""
         self._figures.install(self._known())
         state, after = self._trainer.state, self._kept.get("epoch_after")
         state.global_step = self._kept["step"]
@@ -262,21 +278,24 @@ class Resume:
             state.epoch = after
 
     def _has_ended(self) -> bool:
-        """True if the training ended at the last step, and the Trainer's arguments do not make it longer."""
+        """True if the stored training has ended, and the Trainer's arguments do not make the training longer."""
         ended = self._kept.get("ended")
         if ended is None:
             return self._best is not None
         return bool(self._trainer.state.max_steps <= ended["steps"])
 
     def _known(self) -> dict[str, Any]:
-        """Returns the newest figures: of the end of the training if it has ended, otherwise of the last step."""
+        """Returns the newest stored values.
+
+        They are from the training's end if the training has ended, else from the last step.
+        """
         kept: dict[str, Any] = self._kept
         if "ended" not in kept or not self._has_ended():
             return kept
         return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Offloads the sharded model under FSDP2; restores the scheduler, which the Trainer has made by now."""
+        """Offloads the sharded model under FSDP2. Restores the scheduler, which the Trainer has made before."""
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
@@ -287,26 +306,27 @@ class Resume:
         scheduler = self._trainer.lr_scheduler
         if not storable(scheduler.state_dict()):
             raise ConfigError(
-                f"the state of {type(scheduler).__name__} has objects, which a commit cannot hold: let its "
-                "state_dict() have numbers, texts, lists and dicts alone"
+                f"the state of {type(scheduler).__name__} has objects that a commit cannot store. Its state_dict() may "
+                "have only numbers, texts, lists and dicts"
             )
         self.run["schedule"] = schedule.described(scheduler)
         if self._kept is not None:
-            # Compare again: `run` has the schedule now.
+            # Compare again, because `run` also describes the schedule now.
             require_same(self._kept, self.run, self._trainer)
-            # The scheduler's constructor changed the learning rates: restore them.
+            # The scheduler's constructor changed the learning rates, so restore the learning rates, too.
             self._restore_schedule()
             if schedule.steps_alone(scheduler):
-                # A commit stores the scheduler before the Trainer advances it; a checkpoint at that step, afterwards.
+                # A commit stores the scheduler before the Trainer advances the scheduler. Advance it here, so that
+                # callbacks see the scheduler as in a checkpoint of the same step.
                 scheduler.step()
         self._start = time.monotonic()
         return prepared
 
     def _restore_schedule(self) -> None:
-        """Sets the scheduler and the groups' options to those in the last commit; the Trainer advances them later."""
+        """Sets the scheduler and the options of the groups to their values in the last commit."""
         assert self._optimizer is not None
         scheduler = self._trainer.lr_scheduler
-        # Otherwise torch warns that the scheduler is advanced before the optimizer's first step.
+        # Without this attribute, torch would warn that the scheduler is advanced before the optimizer's first step.
         scheduler.optimizer._opt_called = True  # noqa: SLF001
         scheduler.load_state_dict(restored(self._kept["scheduler"], scheduler.state_dict()))
         for group, options in zip(self._optimizer.param_groups, self._kept["groups"], strict=True):
@@ -314,21 +334,27 @@ class Resume:
                 put(group, name, restored(value, group.get(name)))
 
     def begin_training(self) -> None:
-        """Restores sums and callbacks. `OffloadCallback`, the first callback, calls it in `on_train_begin`."""
+        """Restores sums and callbacks. The first callback, `OffloadCallback`, calls this method in `on_train_begin`."""
         if self._kept is not None:
-            # Leave TrainerControl as it is: a restored order to stop would end the loop before the repeated step.
+            # Do not restore TrainerControl: a restored order to stop would end the loop before the repeated step.
             self._figures.restore(self._known(), control=False)
             self._install()
 
     def _load_rng_state(self, *given: Any, **named: Any) -> None:
-        """Loads random states of a checkpoint; at a resume `_repeated()` restores those of the commit instead."""
+        """Loads the random states of a checkpoint.
+
+        Does nothing at a resume: `_repeated()` restores the random states of the commit.
+        """
         if self._kept is None:
             self._own["_load_rng_state"](*given, **named)
 
     # --- an epoch -----------------------------------------------------------------------------------
 
     def _on_epoch_begin(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        """Fires the resumed epoch's event with TrainerState of the epoch's start; mutes events of finished epochs."""
+        """Fires `on_epoch_begin` of the resumed epoch with the TrainerState of that epoch's start.
+
+        Mutes the events of epochs that have finished.
+        """
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         kept, own = self._kept, self._own["on_epoch_begin"]
         if kept is None:
@@ -344,39 +370,46 @@ class Resume:
             state.global_step, state.epoch = now
 
     def _run_epoch(self, **named: Any) -> None:
-        """Runs an epoch; skips epochs before the resumed epoch, in which it repeats the last committed step."""
+        """Runs an epoch.
+
+        Skips epochs before the resumed epoch; in the resumed epoch, repeats the last committed step.
+        """
         assert self._feed is not None
         self._epoch, self._passed, self._group = named["epoch"], 0, 0
         self._batches = named["steps_in_epoch"]
         kept, run = self._kept, self._own["_run_epoch"]
         if kept is not None and self._epoch > kept["epoch"]:
-            # A callback ended the resumed epoch before its repeated step.
+            # A callback ended the resumed epoch before the repeated step.
             self._go_on(0)
             kept = None
         if kept is None:
             run(**named)
             return
         if self._epoch < kept["epoch"] or self._has_ended():
-            # Under FSDP2 the loop chose its first epoch before the position was known: skip finished epochs here.
+            # Under FSDP2 the loop chose its first epoch before the position was known, so skip finished epochs here.
             return
         self._passed, self._group = kept["passed"], kept["group"]
-        # A callback may set gradient_accumulation_steps in `on_epoch_begin`. That event is muted if step N ends the
-        # epoch, so set the committed value here.
+        # A callback may set gradient_accumulation_steps in `on_epoch_begin`. This event is muted if the repeated step
+        # is the last step of its epoch, so set the committed value here.
         args = self._trainer.args
         args.gradient_accumulation_steps = kept.get("accumulation", args.gradient_accumulation_steps)
         self._feed.resume(kept["feed"], self._passed + self._group)
         named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
         with self._repeating():
             run(**named | {"steps_trained_in_current_epoch": self._passed})
-        # If the loop asked for no batch after the repeated step, the feed still has a position to resume at: drop it.
+        # If the loop fetched no batch after the repeated step, the feed still has a position to resume at. Drop this
+        # position.
         self._feed.begin_anew()
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
-        """Inside the block, the loop repeats its first step, and skips no batches itself."""
+        """Makes the Trainer's loop repeat its first step inside the block.
+
+        Inside the block, the loop does not skip batches, because `Feed` skips the batches.
+        """
         module: Any = names.transformers_trainer
         with replaced(module, names.SKIP, lambda loader, _: loader), contextlib.ExitStack() as stands:
-            # `_repeated()` closes `stands`: only the first step is muted.
+            # `_repeated()` closes `stands`, so that events are muted only in the first step.
             for event in names.BEFORE_STEP:
                 mute = replaced(self._trainer.callback_handler, event, lambda _args, _state, control, **_: control)
                 stands.enter_context(mute)
@@ -389,11 +422,11 @@ class Resume:
                 self._repeats = False
 
     def _repeated(self, stands: contextlib.ExitStack) -> None:
-        """Replaces `optimizer.step()` of the repeated step: restores the values of the commit."""
+        """Replaces `optimizer.step()` in the repeated step: restores the values of the commit."""
         stands.close()
         kept = self._kept
         self._figures.restore(kept)
-        # The loop adds 1 after this step.
+        # The loop adds 1 to `global_step` after this step.
         self._trainer.state.global_step = kept["step"] - 1
         self._norm = kept["norm"]
         self._restore_schedule()
@@ -406,18 +439,21 @@ class Resume:
         RandomNumbers.of(kept["random"]).restore()
 
     def _go_on(self, blocks: int) -> None:
-        """Ends the resume: makes `session.edits` drop its next `blocks` blocks, whose changes the last commit has."""
+        """Ends the resume.
+
+        Makes `session.edits` drop its next `blocks` blocks, because the last commit has their changes.
+        """
         self._repeats, self._kept = False, None
         self._session.edits.repeat(blocks)
 
     # --- a step -------------------------------------------------------------------------------------
 
     def get_batch_samples(self, *given: Any, **named: Any) -> Any:
-        """Returns the batches of a step and their number of items; empty batches for the repeated step."""
+        """Returns the batches of a step and their number of items. Returns empty batches for the repeated step."""
         if self._repeats:
             assert self._feed is not None
             if self._kept["feed"]["fetched"]:
-                # Set the generators now: evaluations after this step may draw from the collator's generators.
+                # Set the generators now, because an evaluation after this step may draw from the collator's generators.
                 self._feed.go_on()
             return [{} for _ in range(self._group)], None
         self._add_lines()
@@ -432,16 +468,17 @@ class Resume:
         return found
 
     def training_step(self, *given: Any, **named: Any) -> Any:
-        """Returns the loss of a micro-batch; zero in the repeated step."""
+        """Returns the loss of a micro-batch; returns zero in the repeated step."""
         if self._repeats:
-            # Set the mode, as the Trainer's training_step() does: TRL's log() chooses its metrics by `model.training`.
+            # Switch the model to training mode, as the Trainer's own training_step() does. TRL's log() chooses metrics
+            # by `model.training`.
             self._trainer.model.train()
             return torch.zeros((), device=self._trainer.args.device)
         own = self._own["training_step"]
         return own(*given, **named) if self._steps is None else self._steps.training_step(own, *given, **named)
 
     def floating_point_ops(self, *given: Any, **named: Any) -> Any:
-        """Returns the operations of a batch; none in the repeated step."""
+        """Returns the number of floating-point operations of a batch; returns 0 in the repeated step."""
         return 0 if self._repeats else self._own["floating_point_ops"](*given, **named)
 
     def _track_num_input_tokens(self, *given: Any, **named: Any) -> None:
@@ -449,11 +486,11 @@ class Resume:
             self._own["_track_num_input_tokens"](*given, **named)
 
     def _clip_grad_norm(self, *given: Any, **named: Any) -> Any:
-        """Clips with the Trainer's own code, unless `step()` clips."""
+        """Clips with the Trainer's own code. Does nothing if `step()` clips, and in the repeated step."""
         return None if self._repeats or self.clips_exactly else self._own["_clip_grad_norm"](*given, **named)
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
-        """Returns the norm for the log; None if `step()` computes it later."""
+        """Returns the gradient norm for the log; None if `step()` computes the norm later."""
         if self._repeats or self.clips_exactly:
             return None
         found = self._own["_get_grad_norm"](*given, **named)
@@ -465,7 +502,10 @@ class Resume:
         self._own["_maybe_log_save_evaluate"](losses, norm, *given, **named)
 
     def _add_lines(self) -> None:
-        """Adds lines that a shorter training logged at its end to the log of the training that continues it."""
+        """Adds `_lines` to the log.
+
+        A training that is made longer keeps the lines that it logged at its earlier end.
+        """
         lines, self._lines = self._lines, []
         log = self._trainer.state.log_history
         again = {(line.get("step"), *line) for line in log}
@@ -474,21 +514,24 @@ class Resume:
     # --- the end of a training ----------------------------------------------------------------------
 
     def _finalize_training(self, trial: Any, samples: Any, start: float) -> Any:
-        """Records the figures after the last step's events, then runs the Trainer's own end of a training."""
+        """Records the Trainer's values after the last step's events.
+
+        Then runs the Trainer's own `_finalize_training()`.
+        """
         metadata, kept = self._session.run.metadata, self._kept
         blocks = metadata.blocks
         if kept is not None:
-            # No step was repeated: the training had ended, or a callback stopped it. The last step's events do not run
-            # again, so drop only the blocks of changes that were committed after these events.
+            # No step was repeated, because the training had ended or a callback stopped it. The events of the last step
+            # do not run again in this process, so drop only the blocks that were committed after these events.
             blocks = kept.get("ended", {}).get("blocks", 0)
             self._go_on(metadata.blocks - blocks)
-        # Take the figures before the Trainer reports the end: each start of an ended training reports it again.
+        # Record the values before the Trainer reports the end. Each start of an ended training reports the end again.
         self._ended = {**self._figures.taken(), "blocks": blocks}
-        # Report the time of all processes of the run.
+        # Subtract the seconds of earlier processes, so that the Trainer reports the time of all processes of the run.
         return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
 
     def _end_training(self) -> None:
-        """Commits the end of the training at its last step, unless a callback stopped it before its last step."""
+        """Commits the end of the training. Does nothing if a callback stopped the training before its last step."""
         session, state = self._session, self._trainer.state
         position = session.run.metadata.position
         is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
@@ -499,7 +542,7 @@ class Resume:
                 pass
 
     def _position_of_end(self, **others: Any) -> str:
-        """Returns the position of the last commit, with the figures after its step's events under "ended"."""
+        """Returns the position of the last commit, and adds the values after the last step's events as "ended"."""
         metadata = self._session.run.metadata
         assert metadata.position is not None
         kept = decoded(metadata.position, "the store")
@@ -512,7 +555,10 @@ class Resume:
     # --- files, where all ranks write them ----------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model. Under FSDP2 streams it: the Trainer would gather the model in rank 0's memory."""
+        """Writes the model.
+
+        Under FSDP2 streams the model, because the Trainer would gather the whole model in rank 0's memory.
+        """
         trainer = self._trainer
         if not (trainer.is_fsdp_enabled and self._optimizer is not None and self._is_streamed()):
             self._own["save_model"](output_dir, _internal_call)
@@ -539,7 +585,10 @@ class Resume:
         return not session.run.resources.closed and is_streamed(self._trainer.model, session)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes optimizer state and scheduler. Under FSDP2 streams the state: torch would gather it in memory."""
+        """Writes optimizer state and scheduler.
+
+        Under FSDP2 streams the optimizer state, because torch would gather the whole state in memory.
+        """
         trainer = self._trainer
         if not trainer.is_fsdp_enabled:
             self._own["_save_optimizer_and_scheduler"](output_dir)
@@ -550,14 +599,17 @@ class Resume:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, names.SCHEDULER))
 
     def _load_best_model(self) -> None:
-        """Loads the best checkpoint, tensor by tensor, in one commit whose position names the checkpoint."""
+        """Loads the best checkpoint into the store, in one commit. The position of this commit names the checkpoint."""
         if self._best is not None:
             # The store already has the weights of the best checkpoint.
             return
         trainer, session = self._trainer, self._session
         best = str(trainer.state.best_model_checkpoint)
         if not Path(best).is_dir():
-            _log.warning("the best checkpoint, %s, is gone: the model stays that of the last step", best)
+            _log.warning(
+                "the best checkpoint, %s, does not exist any more, so the model keeps the weights of the last step",
+                best,
+            )
             return
         self._best = best
         with session.edits.load(self._position_of_end(best=best)):
@@ -568,25 +620,30 @@ class Resume:
             found = files.matched(Names(trainer.model))
             lost = [name for name, _ in trainer.model.named_parameters() if name not in found.of]
             if lost:
-                raise UsageError(f"the best checkpoint, {self._best}, lacks {lost[0]}, and nothing was loaded of it")
+                raise UsageError(
+                    f"the best checkpoint, {self._best}, does not contain {lost[0]}, so nothing was loaded from it. "
+                    "Set load_best_model_at_end=False to keep the weights of the last step, or load a complete "
+                    "checkpoint"
+                )
             values: dict[str, Any] = {name: files.at(keys[0]) for name, keys in found.of.items()}
             if not trainer.is_fsdp_enabled:
                 trainer.model.load_state_dict(values, strict=False)
                 return
             for module in trainer.model.modules():
                 if isinstance(module, FSDPModule):
-                    # An evaluation may leave parameters gathered: shard them, so that the load reaches the shards.
+                    # An evaluation may leave parameters gathered. Shard these parameters again, so that the load writes
+                    # to the shards.
                     module.reshard()
             set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def _newest(folder: str) -> Any:
-    """Returns the newest checkpoint in a folder, or None."""
+    """Returns the newest checkpoint in a folder; None if the folder has no checkpoint."""
     last: Any = names.last_checkpoint
     return last(folder) if Path(folder).is_dir() else None
 
 
 def _is_newest(checkpoint: Any) -> bool:
-    """True if a checkpoint is the newest one in its parent folder."""
+    """True if a checkpoint is the newest checkpoint in its parent folder."""
     newest = _newest(str(Path(checkpoint).parent))
     return newest is not None and os.path.realpath(newest) == os.path.realpath(checkpoint)

@@ -1,4 +1,7 @@
-"""`memascend demo`: trains a model in memory and offloaded, kills and resumes the offloaded run, compares all bits."""
+"""Implements `memascend demo`: trains a model in memory and offloaded, and compares all bits of the two runs.
+
+The demo kills the offloaded run in the middle of a step, and resumes it.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,20 @@ from memascend.text import Closing, bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     import argparse
 
-# The model's default size: deep and narrow, like models that do not fit in memory. A step takes 1 to 2 s on one core.
+# The default size of the model. Like models that do not fit in memory, the model has many layers compared to its width.
+# A step takes 1 to 2 s on one core.
 _LAYERS, _WIDTH = 16, 384
-# The number of texts in a step, and the bytes of each.
+# The number of texts in a step, and the bytes of each text.
 ROWS, LENGTH = 2, 128
 _STEPS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--storage", metavar="FOLDER", type=Path, help="for the store, removed when the demo ends")
-    parser.add_argument("--steps", metavar="N", type=_from_two, default=_STEPS, help="how many (default: %(default)s)")
+    parser.add_argument("--storage", metavar="FOLDER", type=Path, help="folder for the store, removed at the end")
+    parser.add_argument(
+        "--steps", metavar="N", type=_from_two, default=_STEPS, help="steps to train (default: %(default)s)"
+    )
     parser.add_argument("--layers", metavar="N", type=_from_two, default=_LAYERS, help="of the model (%(default)s)")
     parser.add_argument("--width", metavar="N", type=_width, default=_WIDTH, help="of its layers (%(default)s)")
 
@@ -55,54 +61,57 @@ _say = functools.partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one side's training."""
+    """The settings of one of the two runs that the demo compares."""
 
     layers: int  # the number of blocks in the model
-    width: int  # the width of its layers
-    storage: str | None  # the folder of the store; None: train in memory
+    width: int  # the width of the blocks
+    storage: str | None  # the folder of the store; None: the run trains in memory
 
 
 class Side(Closing):
-    """A child process that runs `side.py`, and trains a step on request."""
+    """One of the two runs that the demo compares: a child process that runs `side.py`, and trains a step on request."""
 
     def __init__(self, settings: Settings) -> None:
-        """Starts the process; `answer()` then returns its first report."""
+        """Starts the child process. The first call of `answer()` returns the child's first report."""
         self._settings = settings
         self.peak = 0
         self.start()
 
     def start(self) -> None:
-        """Starts the process, also again after `close()`."""
+        """Starts the child process. After `close()`, starts a new child process."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "memascend.cli.demo.side", json.dumps(asdict(self._settings))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Ctrl-C must reach only the parent process, which then kills the child.
+            # In a new session, the child process does not receive Ctrl-C. The parent process receives it, and kills the
+            # child.
             start_new_session=True,
         )
 
     def ask(self, word: str) -> dict[str, Any]:
-        """Requests "step" or "end", and returns the report."""
+        """Sends the request "step" or "end" to the child process, and returns the child's report."""
         self.request(word)
         return self.answer()
 
     def request(self, word: str) -> None:
-        """Requests "step" or "end"; `answer()` returns the report."""
+        """Sends the request "step" or "end" to the child process. `answer()` returns the child's report."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Waits for a report, and returns it.
+        """Waits for the next report of the child process, and returns the report.
 
         Raises:
-            MemascendError: the process reports an error, or has ended.
+            MemascendError: the child process reports an error, or has ended.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise MemascendError(f"the training ended with exit code {self._process.wait()}; its output is above")
+            raise MemascendError(
+                f"a training process ended with exit code {self._process.wait()}: see its output above"
+            )
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise MemascendError(found["error"])
@@ -110,7 +119,7 @@ class Side(Closing):
         return found
 
     def close(self) -> None:
-        """Kills the process, and waits until it has ended."""
+        """Kills the child process, and waits until the process has ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -120,7 +129,7 @@ class Side(Closing):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains both sides, and compares them. Exit code 1 if anything differs."""
+    """Trains in memory and offloaded, and compares the two runs. Returns exit code 1 if anything differs, else 0."""
     with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
         settings = Settings(options.layers, options.width, folder)
         with Side(replace(settings, storage=None)) as memory, Side(settings) as offloaded:
@@ -128,12 +137,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> int:
-    """Trains both sides alternately, kills and resumes the offloaded side halfway, and returns the exit code."""
+    """Trains the two runs alternately, kills and resumes the offloaded run halfway, and returns the exit code."""
     count = memory.answer()["parameters"] / 1e6
     _say(
         f"A language model of {count:.1f} million parameters ({settings.layers} blocks of width {settings.width}, "
         "float32)\nlearns the bytes of Python's own sources: once in memory, with torch's fused AdamW, and once "
-        "offloaded.\nThey take turns, each in a process of its own on one thread. Memory is without imports.\n"
+        "offloaded.\nBoth runs train alternately, each in its own process with one thread. Memory excludes imports.\n"
     )
     offloaded.answer()
     _say(f"{_line(_HEADS)}\n{'  '.join('-' * width for width in _WIDTHS)}")
@@ -151,22 +160,22 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
 
 
 def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[str, Any]:
-    """Kills a side `seconds` into this step, resumes it, and returns the report of the step."""
+    """Kills a run `seconds` after the start of `step`, resumes the run, and returns the report of the step."""
     side.request("step")
     time.sleep(seconds)
     side.close()
     _say(f"      kill -9 of the offloaded training, {seconds_shown(seconds)} into step {step}")
     side.start()
     ready = side.answer()
-    _say(f"      resumed from {storage}: it has {ready['steps']} steps")
+    _say(f"      resumed from {storage}: the store has {ready['steps']} steps")
     if ready["steps"] == step:
-        # The kill came after the commit of the step, which stores the loss, too.
+        # The kill came after the step was committed. The commit also stores the loss.
         return {"loss": ready["last_loss"], "seconds": 0.0, "held": 0}
     return side.ask("step")
 
 
 def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, offloaded: Side) -> int:
-    """Ends both sides, prints the comparison, and returns the exit code."""
+    """Ends the two runs, prints the comparison, and returns the exit code."""
     ours, theirs = offloaded.ask("end"), memory.ask("end")
     same = sum(one["loss"] == other["loss"] for one, other in rows)
     equal = theirs["digest"] == ours["digest"]
@@ -182,7 +191,7 @@ def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, o
     ]
     _say("\n" + table(("", "in memory", "offloaded", ""), lines))
     fine = equal and same == len(rows)
-    verdict = "the kill and the resume changed nothing" if fine else "THIS IS A BUG"
+    verdict = "the kill and the resume changed nothing" if fine else "THIS IS A BUG, please report it"
     _say(f"\n{same} of {len(rows)} losses have the same bits; {verdict}.")
     return 0 if fine else 1
 
@@ -193,7 +202,7 @@ _WIDTHS = tuple(max(len(head), 9) for head in _HEADS)
 
 
 def row_shown(step: int, memory: dict[str, Any], offloaded: dict[str, Any]) -> str:
-    """Returns the line of a step in the printed table."""
+    """Returns the line of the printed table for one step."""
     sides = (memory, offloaded)
     return _line(
         (

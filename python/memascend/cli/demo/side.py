@@ -1,4 +1,4 @@
-"""Trains one side of the demonstration in its own process: one step for each line on standard input."""
+"""Trains one of the two runs of `memascend demo` in a separate process: one step for each line on standard input."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _TEXT_BYTES_MAX = 4 << 20
 
 
 def read_text() -> torch.Tensor:
-    """Returns bytes of Python's licence and sources: the same bytes at each call."""
+    """Returns bytes of Python's licence and sources. Each call returns the same bytes."""
     library = Path(sysconfig.get_path("stdlib"))
-    # The standard library of some Pythons is an archive without files: take torch's sources.
+    # Some Pythons have their standard library in an archive instead of files. With such a Python, the text is torch's
+    # sources.
     files = sorted(library.glob("*.py")) or sorted(Path(torch.__file__).parent.glob("*.py"))
     text = bytearray()
     for file in [*library.glob("LICENSE*"), *files]:
@@ -43,7 +44,7 @@ def read_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:
-    """Returns the batch of a step: `rows` texts of `length` bytes, each with one more byte to predict."""
+    """Returns the batch of a step: `rows` texts of `length + 1` bytes. The last byte is a target, never an input."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -54,7 +55,7 @@ _HEAD_WIDTH = 64
 
 
 class ByteModel(nn.Module):
-    """A decoder: embeddings, blocks of attention and two linear layers, an LM head."""
+    """A decoder for bytes, with embeddings, blocks and an LM head. A block has attention and two linear layers."""
 
     def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class ByteModel(nn.Module):
         given, wanted = tokens[:, :-1], tokens[:, 1:]
         hidden = self.bytes(given) + self.places(torch.arange(given.shape[1]))
         for block in self.blocks:
-            # Activation checkpointing on both sides: offloading does not change activations, so keep few of them.
+            # Both runs use activation checkpointing, so that activations take little of the compared memory.
             hidden = checkpoint(block, hidden, use_reentrant=False)
         logits = self.head(self.norm(hidden))
         return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
@@ -101,7 +102,7 @@ _LR = 1e-3
 
 
 def main() -> None:
-    """Trains a step for each line "step"; ends at any other line, or at the end of the input."""
+    """Trains a step for each line "step" on standard input. Ends at any other line, or at the end of the input."""
     settings = Settings(**json.loads(sys.argv[1]))
     try:
         _train(settings)
@@ -110,7 +111,7 @@ def main() -> None:
 
 
 def _train(settings: Settings) -> None:
-    # On one thread, torch's fused AdamW and memascend's are bit-identical.
+    # On one thread, the results of torch's fused AdamW and of memascend's AdamW are bit-identical.
     torch.set_num_threads(1)
     text = read_text()
     _warm_up()
@@ -123,7 +124,7 @@ def _train(settings: Settings) -> None:
         model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     with contextlib.suppress(OSError):
-        # Some containers forbid restart_peak(): then the peak includes the imports.
+        # Some containers forbid restart_peak(). In such a container, the peak includes the memory of the imports.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}
@@ -147,7 +148,7 @@ def _train(settings: Settings) -> None:
 
 
 def _warm_up() -> None:
-    """Trains a tiny model, so that torch allocates its fixed memory before `imported` is measured."""
+    """Trains a tiny model. torch allocates its fixed memory here, before `_train` measures `imported`."""
     model = ByteModel(1, 64, 16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.zeros((1, 17), dtype=torch.long)).backward()

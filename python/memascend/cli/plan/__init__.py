@@ -1,4 +1,4 @@
-"""`memascend plan`: estimates the training of a model on a machine; needs neither the weights nor the machine."""
+"""Implements `memascend plan`: estimates the training of a model on a machine, without the weights or the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXAMPLES = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options. Options that `offload()` also has mean the same here."""
+    """Declares the options. An option with the name of an argument of `offload()` has the meaning of that argument."""
     describes = (
         "config.json of a Hugging Face model, its folder, or a name, as on the hub (meta-llama/Llama-3.1-8B-Instruct, "
         f"qwen2.5-32b) or short: {', '.join(SHAPES)}"
@@ -40,19 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_machine(add: Callable[..., Any]) -> None:
     from memascend.plan.hardware import ASSUMED_DRIVE
 
-    gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25 (default: that of this machine)"
+    gpu = "a name such as 3090, l40s, h100, mi300x, or TFLOPS,GB,PCIE_GB_S as 165,24,25 (default: this machine's GPU)"
     drive = f"sustained GB/s, or gen3, gen4, gen5 (default: measured on --storage, without it {ASSUMED_DRIVE})"
     storage = "path of the store; repeat the option for several. Its free space and its speed are measured"
     endurance = "terabytes that may be written to the drives in their life"
-    ram = f"the RAM of the machine, as 64GB (default: that of this one; with --gpu, {ASSUMED_RAM} of another one)"
-    ranks = "processes that shard the model (fully_shard); all figures are of one of them"
+    ram = f"the RAM of the machine, as 64GB (default: this machine's RAM; with another --gpu, {ASSUMED_RAM})"
+    ranks = "the number of processes that shard the model (fully_shard); all figures are for one process"
     add("--gpu", metavar="G", help=gpu)
     add("--ram", metavar="B", help=ram)
     add("--drive", metavar="READ,WRITE", help=drive)
     add("--storage", metavar="P", action="append", help=storage)
     add("--endurance", metavar="TBW", type=_count, help=endurance)
     add("--ranks", metavar="N", type=_count, default=1, help=ranks)
-    add("--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives while it sends as much")
+    add("--network", metavar="GB_S", type=_speed, help="GB/s that a rank receives and, at once, sends")
 
 
 def _add_run(add: Callable[..., Any]) -> None:
@@ -69,45 +69,45 @@ def _add_run(add: Callable[..., Any]) -> None:
     add("--examples", metavar="N", type=_count, default=_EXAMPLES, help=examples)
     add("--host-memory", metavar="B", help='the budget, as "32GiB" (default: what the machine can spare)')
     add("--tokens", metavar="N", type=_count, default=_TOKENS, help="tokens of a micro-batch (%(default)s)")
-    add("--length", metavar="N", type=_count, help=f"tokens of a sequence (--tokens, at most {_LENGTH})")
+    add("--length", metavar="N", type=_count, help=f"tokens of a sequence (default: --tokens, at most {_LENGTH})")
     add("--loss", choices=("full", "chunked"), default="chunked", help=loss)
     add("--activations", choices=("device", "host", "ssd"), default="device", help=activations)
-    add("--keep-activations", action="store_true", help="without activation checkpointing")
+    add("--keep-activations", action="store_true", help="plan without activation checkpointing")
     add("--fit", action="store_true", help="find the largest batches that fit the GPU and the drive")
-    add("--device", metavar="D", help="where the model would compute, as cuda, which need not exist here")
+    add("--device", metavar="D", help="the device that would compute, such as cuda; it need not exist here")
     add("--device-memory", metavar="B", help=f"the budget of the GPU's memory {smallest}")
     add("--gradients", **gradients, help="as in offload() (%(default)s)")
     add("--max-grad-norm", metavar="N", type=float, help="clip the global norm; 0: no clipping")
     add("--accumulation-steps", metavar="N", type=_count, default=1, help=micro_batches)
     add("--one-after-the-other", action="store_true", help=in_turn)
-    add("--state", choices=("fp32", "bf16", "8bit"), help="of the optimizer's moments (default: exact)")
+    add("--state", choices=("fp32", "bf16", "8bit"), help="format of the optimizer's moments (default: exact)")
     add("--optimizer", metavar="NAME", default="AdamW", help="a class of torch.optim (%(default)s)")
-    add("--dtype", choices=_TYPES, help="of the parameters (default: as config.json says, or bfloat16)")
+    add("--dtype", choices=_TYPES, help="dtype of the parameters (default: as config.json says, or bfloat16)")
 
 
 def _count(text: str) -> int:
     with contextlib.suppress(ValueError):
         if (value := int(text)) >= 1:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
 
 
 def _speed(text: str) -> float:
     try:
         return positive(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a speed in GB/s: give a number above 0") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed: give a number of GB/s above 0") from None
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan; exit code 1 if it does not fit the GPU, this machine's RAM or the storage."""
-    # Report a wrong name before torch is imported, which takes seconds.
+    """Prints the plan. Returns exit code 1 if the run does not fit the GPU, the RAM or the storage, else 0."""
+    # Reports a wrong name of a model before the import of torch, which takes seconds.
     shape_named(options.model)
     return print_answer(options, ask(options))
 
 
 def print_answer(options: argparse.Namespace, question: Question) -> int:
-    """Prints the answer to a question; the exit code is 1 if its run does not fit."""
+    """Prints the answer to a question. Returns exit code 1 if the run does not fit, else 0."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import alternative, answer, propose
 
@@ -128,7 +128,7 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
 
 
 def ask(options: argparse.Namespace) -> Question:
-    """Makes the question of a command line: describes the model, and measures the storage that it names."""
+    """Makes the question from the command's options: describes the model, and measures the storage in `--storage`."""
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
@@ -151,21 +151,27 @@ def ask(options: argparse.Namespace) -> Question:
         device_memory=options.device_memory,
         gradients=options.gradients,
         max_grad_norm=options.max_grad_norm or None,
-        # By layer, `accumulate()` needs no accumulation_steps; several ranks compute micro-batches one after the other.
+        # A run that computes by layer does not need accumulation_steps=, since accumulate() gets all micro-batches at
+        # once. A run with several ranks never computes by layer.
         accumulation_steps=options.accumulation_steps if options.ranks > 1 or options.one_after_the_other else 1,
         activations=options.activations,
         state=options.state,
     )
     if options.network is not None and options.ranks == 1:
-        raise ConfigError("--network is the speed between ranks, and there is one: also give --ranks")
+        raise ConfigError(
+            "--network is the speed between several ranks, but --ranks is 1: add --ranks, or omit --network"
+        )
     if gpu is not None and given.computes_on == "cpu":
-        raise ConfigError("--gpu names a GPU, and --device says that the CPU computes: give one of them")
+        raise ConfigError("--gpu and --device cpu contradict each other: give only one of the two")
     if options.keep_activations and options.activations != "device":
         raise ConfigError(
-            "--activations is for checkpointed activations, and --keep-activations has none: leave one out"
+            "--activations is about checkpointed activations, but --keep-activations turns activation checkpointing "
+            "off: leave one of the two options out"
         )
     if options.fit and gpu is None:
-        raise ConfigError("--fit finds batches that fit a GPU: name it, as --gpu 4090")
+        raise ConfigError(
+            "--fit finds the batches that fit a GPU, but no GPU is named: add --gpu, for example --gpu 4090"
+        )
     subject = _subject(options)
     paths = [Path(path) for path in given.paths or ()]
     speeds: dict[str, float] = {}
@@ -198,11 +204,11 @@ def ask(options: argparse.Namespace) -> Question:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    """Describes the model; without torch if AdamW trains a built-in shape on one rank with checkpointing."""
+    """Describes the model. torch is not needed if AdamW trains a built-in shape on one rank with checkpointing."""
     from memascend.cli.plan import builtin
 
     shape = shape_named(options.model)
-    # The formulas of `builtin` assume 16-bit parameters.
+    # The formulas in the module `builtin` assume 16-bit parameters.
     dtype = _TYPES[options.dtype or "bfloat16"]
     plain = options.optimizer.lower() == "adamw" and options.ranks == 1 and not options.keep_activations
     if shape is not None and plain and dtype != "float32" and shape[1]["model_type"] in builtin.KINDS:
@@ -220,21 +226,23 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
-    """Returns the number of sequences in a micro-batch, and their length."""
+    """Returns the number of sequences in a micro-batch, and the number of tokens in each sequence."""
     length = options.length or min(options.tokens, _LENGTH, subject.longest or _LENGTH)
     if subject.longest is not None and length > subject.longest:
-        raise ConfigError(f"--length {length} is more than the {subject.longest} tokens that the model takes at most")
+        raise ConfigError(
+            f"--length {length} is more than the model's maximum of {subject.longest} tokens: reduce --length"
+        )
     if options.tokens % length:
         whole = max(1, options.tokens // length) * length
         raise ConfigError(
-            f"--tokens {options.tokens} is no multiple of the {length} tokens of a sequence: pass --tokens {whole}, or "
-            "another --length"
+            f"--tokens {options.tokens} is not a multiple of {length}, the tokens of a sequence: pass --tokens {whole} "
+            "or another --length"
         )
     return options.tokens // length, length
 
 
 def _fit(options: argparse.Namespace, question: Question) -> int:
-    """Prints the largest batches that fit (`--fit`); returns the exit code."""
+    """Prints the largest batches that fit (`--fit`). Returns exit code 1 if no batch fits, else 0."""
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import described_fit, find
 
@@ -247,7 +255,7 @@ def _fit(options: argparse.Namespace, question: Question) -> int:
 
 
 def _values(options: argparse.Namespace, question: Question, found: Answer) -> dict[str, Any]:
-    """Returns an answer as JSON values (`--json`)."""
+    """Returns the JSON value that `--json` prints for an answer."""
     from memascend.cli.plan.answer import answer, described, disk_seconds, forecast_of, moved, propose, total
 
     plan, trace = found.plan, question.trace

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 
 
 _TB = 10**12
-# The source of the figures of a machine's memory: read on this machine, given by --ram, or assumed.
+# Where the size of the machine's memory comes from. "here": measured on this machine. "given": from --ram. "assumed": a
+# default size.
 Source = Literal["here", "given", "assumed"]
-# Gaps between torch's allocations in the heap, as a share of torch's memory. Measured for three kinds of models: 0.1 to
-# 0.3.
+# The bytes of gaps between torch's allocations in the heap, as a share of the bytes of torch's tensors. Measurements
+# with three kinds of models gave shares from 0.1 to 0.3.
 GAPS = 0.2
 
 
@@ -53,22 +54,25 @@ class Question:
 
     subject: Subject  # the model and its optimizer
     options: Options  # the options of `offload()`
-    gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes
-    processor: float | None = None  # this CPU's operations per second in products of matrices, if it computes
-    # Measurements that replace `processor`: (plan, format of the state) -> seconds of a forward, seconds of a backward,
-    # speeds of the host.
+    gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes, or the GPU is not named
+    # The operations per second that the CPU reaches in matrix products. None: not measured, because a GPU computes.
+    processor: float | None = None
+    # A function that replaces `processor` by measurements. It takes a plan and a format of the state. It returns the
+    # seconds of a forward, the seconds of a backward, and the speeds of the host.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
-    drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, neither named nor measured
+    drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, because no drive is named or measured
     speeds: Mapping[str, float] = field(default_factory=dict)  # measured speeds of storage in GB/s
-    free: int | None = None  # free bytes of storage; None: no storage is named
+    free: int | None = None  # free bytes of storage; None: the user named no storage
     machine: HostMemory | None = None  # the RAM of the machine that computes; None: not known
     machine_is: Source = "here"
-    # Bytes that may be written to storage in its life; None: the usual endurance of a drive that is just large enough.
+    # Bytes that may be written to the drive in its life. None: the usual endurance of a drive that is just large enough
+    # for the store.
     endurance: int | None = None
-    is_usual: bool = True  # True for AdamW in the files' dtype, the defaults of `memascend train`
-    ranks: int = 1  # processes that shard the model; drive, tokens and memory are those of one process
-    network: float | None = None  # bytes a second that a rank receives while it sends as many; None: not known
+    is_usual: bool = True  # True if `memascend train` can do the run: AdamW, in the dtype of the model's files
+    ranks: int = 1  # the number of processes that shard the model; drive and micro-batches are those of one process
+    # The bytes a second that a rank receives while it sends the same number of bytes. None: not known.
+    network: float | None = None
     length: int  # tokens of each sequence
     loss: Loss = "chunked"
     sequences: int = 1  # sequences in a micro-batch
@@ -80,7 +84,10 @@ class Question:
         return None if self.machine is None else self.machine.available // self.ranks
 
     def decision(self) -> Decision:
-        """Plans as `offload()` does. If the CPU computes, a spare budget leaves room for torch's memory."""
+        """Plans the run in the same way as `offload()`.
+
+        If the CPU computes and the budget is the machine's spare memory, the budget leaves room for torch's memory.
+        """
         options = self.options
         if self.on_host and options.spare is not None and options.spare.torch_bytes is None:
             taken = None if isinstance(self.trace, str) else self.torchs + self.gaps
@@ -89,24 +96,24 @@ class Question:
 
     @property
     def trace(self) -> Trace | str:
-        """The trace of one micro-batch, or the reason why the model has none."""
+        """The trace of one micro-batch, or the reason why the model cannot be traced."""
         batch = Batch(sequences=self.sequences, length=self.length, loss=self.loss, on_host=self.on_host)
         return self.subject.trace(batch)
 
     @property
     def by_layer(self) -> bool:
-        """True if each unit computes all micro-batches before the next unit: `accumulate(by_layer=True)`."""
+        """True if each unit computes all micro-batches before the next unit begins: `accumulate(by_layer=True)`."""
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
     def one_after_the_other(self) -> Question:
-        """Returns the same run with micro-batches one after the other: each of them reads all units."""
+        """Returns the same run, but micro-batches run one after the other, and each micro-batch reads all units."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
 
     @property
     def torchs(self) -> int:
-        """Peak bytes of torch's own memory, without parameters; 0 without a trace.
+        """The peak of torch's own memory in bytes, without parameters; 0 if the model cannot be traced.
 
-        By layer, each micro-batch keeps its own checkpointed activations.
+        If micro-batches are computed by layer, each micro-batch keeps its own checkpointed activations.
         """
         if isinstance(self.trace, str):
             return 0
@@ -126,20 +133,20 @@ class Question:
         return self.micro_batches * self.trace.kept if self.carries and not isinstance(self.trace, str) else 0
 
     def scratch(self, plan: Plan) -> int:
-        """Returns the most bytes of checkpointed activations in files at one time."""
+        """Returns the largest number of bytes of checkpointed activations that are in files at the same time."""
         at_once = self.carried if self.by_layer else self.carried // self.micro_batches
         return max(0, at_once - plan.host.get("activations", 0))
 
     def needs(self, plan: Plan) -> int:
-        """Returns the disk space that a run needs: the store, and files of activations."""
+        """Returns the bytes of disk space that a run needs for the store and for files of activations."""
         return plan.disk_bytes + self.scratch(plan)
 
     def stored(self, plan: Plan) -> int:
-        """Returns the bytes of checkpointed activations that a step writes to files and reads again."""
+        """Returns the bytes of checkpointed activations that a step writes to files, and later reads."""
         return self.scratch(plan) * (1 if self.by_layer else self.micro_batches)
 
     def work(self, plan: Plan, forward: float, backward: float) -> Work:
-        """Returns the work of a step whose forward and backward take these seconds."""
+        """Returns the `Work` of a step. `forward` and `backward` are the seconds of one micro-batch."""
         return Work(
             forward=forward,
             backward=backward,
@@ -156,7 +163,7 @@ class Question:
 
     @property
     def on_host(self) -> bool:
-        """True if the CPU computes: then torch's memory is host memory."""
+        """True if the CPU computes. torch's memory is host memory then."""
         return self.options.computes_on == "cpu"
 
 
@@ -164,21 +171,22 @@ class Question:
 class Answer:
     """The estimate for a question."""
 
-    plan: Plan  # memory of memascend, and the bytes of a step
-    in_memory: int  # bytes of the same training in memory, without activations: values, state, gradients
+    plan: Plan  # the memory of memascend, and the bytes that a step moves
+    in_memory: int  # bytes of values, state and gradients that the same training takes without memascend
     host_bytes: int  # host memory of the process: memascend, Python, its libraries, and torch if the CPU computes
-    device_bytes: int  # GPU memory: parameters, gradients and torch's memory; 0 without a GPU
-    # `ways`: the phases of a step for each possible way of updating; `way`: the fastest way. None: not known.
+    device_bytes: int  # GPU memory of parameters, gradients and torch; 0 without a GPU
+    # `ways` has the phases of a step for each way in which the updates may run. `way` is the fastest way. Both are None
+    # if the seconds are not known.
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
-    disk_bytes: int  # disk space: the store, and files of activations
+    disk_bytes: int  # disk space of the store and of files of activations
     read: int  # bytes that a step reads
     written: int  # bytes that a step writes
     endurance: int  # bytes that may be written in the drive's life
     days: float | None  # days of training in the drive's life; None: the seconds of a step are not known
     tokens: int | None  # tokens of a step on all ranks; None: the model has no trace
     problems: tuple[str, ...]  # reasons why the run does not fit
-    network: Network | None = None  # bytes that one of several ranks sends and receives; None for one rank
+    network: Network | None = None  # bytes that one of several ranks sends and receives; None: there is one rank
 
     @property
     def phases(self) -> Sequence[Phase] | None:
@@ -197,7 +205,7 @@ class Answer:
 
     @property
     def bound(self) -> str | None:
-        """The kind of work that bounds a step longest, summed over its phases; None: a speed is not known."""
+        """The kind of work that is the longest part of a step, summed over the phases; None: a speed is not known."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -207,12 +215,12 @@ class Answer:
 
 
 def beside(question: Question, plan: Plan) -> int:
-    """Returns the host memory of the process besides memascend's plan and torch's tensors: libraries and objects."""
+    """Returns the bytes of host memory that libraries and Python's objects take in the process."""
     return IMPORTS + (0 if question.on_host else CONTEXT) + plan.object_bytes
 
 
 def answer(question: Question) -> Answer:
-    """Plans as `offload()` does, and estimates the run on the machine."""
+    """Plans the run in the same way as `offload()`, and estimates its memory, seconds and disk space."""
     found = question.decision()
     plan, trace = found.plan, question.trace
     # With several ranks, torch also holds gathered parameters.
@@ -220,11 +228,11 @@ def answer(question: Question) -> Answer:
     torchs = gathered + question.torchs
     ours = plan.host_peak + beside(question, plan) + question.gaps
     step = _ways(question, plan, found.network)
-    # Without the speed of compute, choose the way that is fastest for the drive.
+    # If the speed of compute is not known, choose the way that is fastest for the drive.
     way = None if question.drive is None else fastest(step or _disk_ways(question, plan))
     plan = plan.repeated(0 if question.by_layer else question.micro_batches - 1)
     plan = plan if way is None else plan.by(way)
-    # Round up to a drive of whole terabytes.
+    # Without a given endurance, assume a drive just large enough for the run, in whole terabytes.
     scratch = question.scratch(plan)
     endurance = question.endurance or -(-(plan.storage_bytes + scratch) // _TB) * ENDURANCE_PER_TB * _TB
     read, written = (sum(moved.values()) + question.stored(plan) for moved in (plan.read_bytes, plan.written_bytes))
@@ -248,11 +256,11 @@ def answer(question: Question) -> Answer:
 
 
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
-    """Returns the ways of updating that a run of this question can take.
+    """Returns the ways in which this run can make its updates, and the phases of each way.
 
-    Without clipping, "early" updates never have to be repeated, so a run takes no other way. Micro-batches one after
-    the other are planned without "early", since a Trainer does not tell which micro-batch is the last. A loop that
-    tells it by `accumulation_steps=` is faster than this estimate.
+    Without clipping, "early" updates are always valid, so a run uses only the way "early". If several micro-batches run
+    one after the other, "early" is excluded, because a Trainer does not tell memascend which micro-batch is the last. A
+    training loop can pass `accumulation_steps=` to `offload()`. Such a loop is faster than the estimate.
     """
     options = question.options
     if "early" not in found:
@@ -263,7 +271,7 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 
 
 def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
-    """Returns the phases of a step for each possible way of its updates; None if a speed is not known."""
+    """Returns the phases of a step for each way in which its updates may run; None if a speed is not known."""
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -289,14 +297,15 @@ def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, 
 def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[str]:
     """Returns the reasons why the run does not fit.
 
-    `torchs`: bytes of torch's memory; `ours`: all other host memory of the process.
+    `torchs` is the bytes of torch's memory. `ours` is the bytes of all other host memory of the process.
     """
     found = []
     gpu = question.gpu
     if gpu is not None and plan.device_peak + torchs > gpu.usable:
         found.append(
-            f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, and {bytes_shown(plan.device_peak + torchs)} "
-            f"are needed: give fewer tokens at once (--tokens), or --fit to find how many fit{_elsewhere(question)}"
+            f"the {gpu.name} has {bytes_shown(gpu.usable)} for tensors, but the run needs "
+            f"{bytes_shown(plan.device_peak + torchs)}: use a smaller --tokens (--fit finds the largest number that "
+            f"fits){_elsewhere(question)}"
         )
     needed = ours + (torchs if question.on_host else 0)
     if question.ram is not None and needed > question.ram:
@@ -304,28 +313,31 @@ def _problems(question: Question, plan: Plan, torchs: int, ours: int) -> list[st
         owner = (
             f"each of {question.ranks} ranks" if question.ranks > 1 else "this machine" if is_here else "the machine"
         )
-        fewer = "fewer tokens at once (--tokens) or " if question.on_host else ""
-        free, more = (" free", "free memory") if is_here else ("", "more --ram")
+        fewer = "a smaller --tokens, " if question.on_host else ""
+        free, more = (" free", "free some memory") if is_here else ("", "give a larger --ram")
         found.append(
-            f"{owner} has {bytes_shown(question.ram)} of RAM{free}, and {bytes_shown(needed)} are needed: give "
+            f"{owner} has {bytes_shown(question.ram)} of{free} RAM, but the run needs {bytes_shown(needed)}: use "
             f"{fewer}a smaller --host-memory, or {more}"
         )
     needed = question.needs(plan)
     if question.free is not None and question.free < needed:
         found.append(
-            f"the store needs {bytes_shown(needed)}, and {bytes_shown(question.free)} are free: not enough by "
-            f"{bytes_shown(needed - question.free)}{_removable(question)}: free so many, or give a larger drive"
+            f"the run needs {bytes_shown(needed)} of disk space, but only {bytes_shown(question.free)} are free: free "
+            f"another {bytes_shown(needed - question.free)}{_removable(question)}, or use a larger drive"
             f"{_smaller(question)}"
         )
     return found
 
 
-# `_removable()` names files with at least this many bytes, and at most this many files.
+# `_removable()` names only files with at least 1 GiB, and at most 3 files.
 _LARGE, _LISTED = 1 << 30, 3
 
 
 def _removable(question: Question) -> str:
-    """Names the largest files beside the store, which the user may be able to remove; "" if all are small."""
+    """Returns a text that names the largest files beside the store; "" if all of these files are small.
+
+    The user may be able to remove a large file, so that the store fits.
+    """
     own = {file_of(path) for path in question.options.paths or ()}
     folders = {nearest(file).resolve() for file in own}
     files = []
@@ -335,40 +347,40 @@ def _removable(question: Question) -> str:
     named = [
         f"{file} has {bytes_shown(size)}" for size, file in sorted(files, reverse=True)[:_LISTED] if size >= _LARGE
     ]
-    return f" ({', '.join(named)})" if named else ""
+    return f" (for example, {', '.join(named)})" if named else ""
 
 
 def _smaller(question: Question) -> str:
-    """Suggests state formats with fewer bits, each with the size of its store; "" if the user chose a format."""
+    """Suggests state formats with fewer bits, and the disk space that each needs; "" if the user chose a format."""
     found = []
     for state in ("bf16", "8bit") if question.options.state is None else ():
         with contextlib.suppress(ConfigError, BudgetError):
             other = replace(question, options=replace(question.options, state=state))
-            found.append(f"--state {state}, {bytes_shown(other.needs(planned(other)))}")
-    return f", or a smaller store ({'; '.join(found)})" if found else ""
+            found.append(f"--state {state} needs {bytes_shown(other.needs(planned(other)))}")
+    return f", or make the store smaller ({'; '.join(found)})" if found else ""
 
 
 def _elsewhere(question: Question) -> str:
-    """Suggests moving checkpointed activations of other micro-batches off the GPU; "" if that does not help."""
+    """Suggests to move checkpointed activations off the GPU; "" if this does not help."""
     trace, more = question.trace, question.micro_batches - 1
     if not question.by_layer or question.carries or isinstance(trace, str) or not trace.recomputes:
         return ""
-    others = f"the other {more} micro-batches keep" if more > 1 else "the other micro-batch keeps"
-    return f"; --activations ssd or host moves {bytes_shown(more * trace.kept)} that {others}"
+    others = f"the other {more} micro-batches" if more > 1 else "the other micro-batch"
+    return f", or use --activations ssd or host, which moves {bytes_shown(more * trace.kept)} of {others} off the GPU"
 
 
 def disk_seconds(question: Question, found: Answer) -> float | None:
-    """Returns the seconds of the drive in a step; None if its speed is not known."""
+    """Returns the seconds that the drive works in a step; None if the drive's speed is not known."""
     return None if found.way is None else seconds(_disk_ways(question, planned(question))[found.way])
 
 
 def planned(question: Question) -> Plan:
-    """Returns the plan as `offload()` makes it, before a way of updating is chosen."""
+    """Returns the plan that `offload()` makes. The plan's traffic is for updates that run "fused" or "at once"."""
     return question.decision().plan
 
 
 def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
-    """Returns the phases of a step as `_ways()` does, for the drive alone: all computation takes no time."""
+    """Returns the phases like `_ways()`, but assumes that computation takes no time: only the drive takes time."""
     assert question.drive is not None
     idle = Host(update=0.0, check=0.0, shared=False)
     return _possible(question, ways(plan, question.work(plan, 0.0, 0.0), question.drive, idle))
@@ -376,15 +388,15 @@ def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The seconds of a step under several budgets; only the drive's seconds if the speed of compute is not known."""
+    """The seconds of a step with several budgets; only the drive's seconds if the speed of compute is not known."""
 
-    now: float  # with the plan's budget
-    without: float  # without a RAM tier
-    larger: dict[int, float]  # larger budgets, those of `Plan.larger` -> seconds
+    now: float  # seconds with the plan's budget
+    without: float  # seconds without a RAM tier
+    larger: dict[int, float]  # seconds for each budget in `Plan.larger`
 
 
 def forecast_of(question: Question, found: Answer) -> Forecast | None:
-    """Estimates the seconds of a step with this budget and larger ones; None if the drive's speed is not known."""
+    """Estimates the seconds of a step for several memory budgets; None if the drive's speed is not known."""
     if question.drive is None:
         return None
     plan = planned(question)
@@ -401,7 +413,7 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
-    """Returns the bytes that one rank moves in a step: over the network, through PCIe, from and to storage."""
+    """Returns the bytes that one rank moves in a step over the network, over PCIe, and from and to storage."""
     plan, network = found.plan, found.network
     assert network is not None
     times = question.micro_batches
@@ -421,7 +433,7 @@ def moved(question: Question, found: Answer) -> dict[str, int]:
 
 
 def described(one: Answer) -> dict[str, Any]:
-    """Returns the seconds of an answer as JSON values."""
+    """Returns the figures of time in an answer as JSON values."""
     return {
         "seconds_per_step": one.seconds,
         "tokens_per_second": one.tokens_per_second,
@@ -438,40 +450,43 @@ class Total:
 
     steps: int
     seconds: float | None  # None: the seconds of a step are not known
-    written: int  # bytes
+    written: int  # bytes written to storage
 
 
 def total(question: Question, found: Answer, examples: int) -> Total:
-    """Estimates one pass over the data, where each example is one sequence."""
+    """Estimates one pass over the data. Each of the `examples` is one sequence."""
     steps = -(-examples // (question.sequences * question.micro_batches * question.ranks))
     return Total(
         steps=steps, seconds=None if found.seconds is None else steps * found.seconds, written=steps * found.written
     )
 
 
-# The most sequences in a proposed step: larger steps change how a model learns.
+# The largest number of sequences in a proposed step. Larger steps change how a model learns.
 _SEQUENCES_MAX = 256
-# A step by layer is proposed if the best other step has less than this share of its tokens per second.
+# A step by layer is proposed only if it is much faster than all other steps: the fastest other step computes less than
+# 0.9 times the tokens per second of the step by layer.
 _MUCH_FASTER = 0.9
-# A larger step is proposed if it has more than this many times the tokens per second of the present step.
+# A larger step is proposed only if it computes more than 1.05 times the tokens per second of the present step.
 _FASTER = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A larger step that takes less time per token, with micro-batches as large as fit, one after the other."""
+    """A larger step that takes less time per token than the present step."""
 
     question: Question
     answer: Answer
-    by_layer: tuple[Question, Answer] | None  # a step by layer of at most as many examples; None: it is not much faster
+    # A step that computes micro-batches by layer, and has at most as many examples as the step in `question`. None: no
+    # step by layer is much faster than the fastest other step.
+    by_layer: tuple[Question, Answer] | None
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
-    """Proposes the largest micro-batch that fits, and the fewest micro-batches a step that make compute the bound.
+    """Proposes the largest micro-batch that fits, and the fewest micro-batches with which compute is the bound.
 
-    If compute never becomes the bound, takes as many micro-batches as make a step faster. `now` is the answer to
-    `question`. Returns None if the run of `question` does not fit, is already bound by compute or has unknown seconds,
-    or if no larger step is faster.
+    If compute never becomes the bound, proposes the last number of micro-batches that still makes a step faster. `now`
+    is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already the bound, if
+    the seconds are not known, or if no larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None
@@ -487,7 +502,7 @@ def propose(question: Question, now: Answer) -> Proposal | None:
 
 
 def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
-    """Returns the fastest step by layer of at most `examples`, if it is much faster than `other`; otherwise None."""
+    """Returns the fastest step by layer with at most `examples` examples; None if `other` is about as fast."""
     counts = _doubled(examples // question.sequences)[1:]
     best = _best((replace(question, micro_batches=count) for count in counts), other)
     return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
@@ -499,9 +514,10 @@ def _doubled(most: int) -> list[int]:
 
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
-    """Returns the last step of `asked` that is faster than `than` and all earlier steps; None if no step is faster.
+    """Returns the last step in `asked` that is faster than `than` and all earlier steps; None if no step is faster.
 
-    The steps grow. Stops at the first step that does not fit or that compute bounds.
+    Each step in `asked` is larger than the step before. Stops at the first step that does not fit, and after the first
+    step whose bound is compute.
     """
     best: tuple[Question, Answer] | None = None
     for one in asked:
@@ -516,12 +532,12 @@ def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | 
 
 
 def _fitting(question: Question) -> tuple[Question, Answer] | None:
-    """Returns the question, or the question with activations="ssd", whichever fits first; None if neither fits."""
+    """Returns `question` if it fits, else the same question with activations="ssd" if this fits, else None."""
     asked = [question]
     if not question.carries and not isinstance(question.trace, str) and question.trace.recomputes:
         asked.append(replace(question, options=replace(question.options, activations="ssd")))
     for one in asked:
-        # A small budget, or a raw device without scratch=, does not allow activations in files.
+        # activations="ssd" is an error if the budget is too small, or if the storage is a raw device without scratch=.
         with contextlib.suppress(ConfigError, BudgetError):
             found = answer(one)
             if not found.problems:
@@ -534,15 +550,16 @@ def _rate(found: Answer) -> float:
 
 
 _LENGTHS = (8192, 2048, 512)
-# The formats that are tried without --state: the optimizer's own (None), and the formats of fewer bits.
+# The formats of the state that are tried if the user gives no --state. None is the optimizer's own format. The other
+# formats have fewer bits.
 _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 
 
 def alternative(question: Question) -> tuple[Question, Answer] | None:
-    """Returns the nearest run that fits, for a question that does not fit, or None.
+    """Returns a run that fits and is similar to a run that does not fit; None if no similar run fits.
 
-    Tries fewer sequences first, then fewer micro-batches, then other formats of the state; each also with checkpointed
-    activations in files.
+    Tries fewer sequences first, then fewer micro-batches, then other formats of the state. Tries each combination also
+    with checkpointed activations in files.
     """
     options = question.options
     for state in _STATES if options.state is None else (options.state,):
@@ -562,15 +579,16 @@ def alternative(question: Question) -> tuple[Question, Answer] | None:
 
 
 def _halved(count: int) -> list[int]:
-    """Returns the count and its halves, down to 1."""
+    """Returns a list of `count`, half of it, a quarter of it, and so on, down to 1."""
     return [count >> power for power in range(count.bit_length())]
 
 
 def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
-    """Finds the largest number of sequences that fits, a power of two, for each length and format of the state.
+    """Finds, for each sequence length and each format of the state, the largest number of sequences that fits.
 
-    Ignores the question's own batch; tries only its format of the state if it names one. `length`: the only length to
-    try; None: `_LENGTHS`.
+    Each number is a power of two. If the question names a format of the state, only this format is tried. If `length`
+    is given, only this length is tried, else the lengths in `_LENGTHS`. The number of sequences in `question` is
+    ignored.
     """
     most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
@@ -591,19 +609,19 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
 
 
 def _largest(question: Question) -> Question:
-    """Returns the question with as many sequences in a micro-batch as fit: a power of two times its own number."""
+    """Returns `question` with the largest micro-batch that fits: `question.sequences` times a power of two."""
     if question.measured is not None or isinstance(question.trace, str):
-        # The measurements hold only for a micro-batch of this size, or the model has no trace.
+        # Measurements are valid only for the micro-batch of `question`, and without a trace the memory is not known.
         return question
     counts = _doubled(_SEQUENCES_MAX // question.sequences)[1:]
     larger = [replace(question, sequences=question.sequences * count) for count in counts]
-    # Bisect, since a trace takes seconds: if a micro-batch fits, all smaller ones fit.
+    # Bisect, because each trace takes seconds. If a micro-batch fits, all smaller micro-batches fit.
     fits = bisect_left(larger, True, key=lambda one: bool(answer(one).problems))
     return larger[fits - 1] if fits else question
 
 
 def described_fit(question: Question, found: Answer) -> dict[str, Any]:
-    """Returns a batch and its answer as JSON values."""
+    """Returns the batch of `question`, and its answer `found`, as JSON values."""
     return {
         "state": question.options.state,
         "batch": question.sequences,

@@ -1,6 +1,6 @@
-"""Plans a built-in shape without torch: its parameters, the records of AdamW, operations and memory by formulas.
+"""Plans the training of a built-in shape by AdamW without torch. Computes operations and memory by formulas.
 
-The tests compare the results with traces of transformers' models, and with the plan of torch's own optimizer.
+The tests compare the results of the formulas with traces of transformers' models, and with plans for torch's AdamW.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
     from memascend.plan.units import Unit
 
-# The `model_type`s that these formulas cover; for all others transformers makes the model.
+# The values of `model_type` for which this module has formulas. Models of all other kinds are made by transformers.
 KINDS = {
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "olmo3", "ministral3",
     "glm4", "granite", "exaone4", "smollm3", "gpt_oss",
 }  # fmt: skip
-# Kinds with norms of queries and keys: for each head, or over all heads.
+# Kinds that normalize queries and keys. Kinds in `_HEAD_NORMS` normalize each head alone. Kinds in `_WHOLE_NORMS`
+# normalize all heads together.
 _HEAD_NORMS, _WHOLE_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}, {"olmo2", "olmo3"}
-# Kinds that normalize the outputs of attention and feed-forward part. The kinds in `_ONLY_POST_NORMS` do not normalize
-# the inputs.
+# Kinds that normalize the outputs of attention and of the feed-forward part. Kinds in `_ONLY_POST_NORMS` do not
+# normalize the inputs of attention and of the feed-forward part.
 _ONLY_POST_NORMS = {"olmo2", "olmo3", "exaone4"}
 _POST_NORMS = _ONLY_POST_NORMS | {"gemma3_text", "glm4"}
-# The peak of a block's recomputed forward and its backward, in bytes per token and element of: the hidden state, the
-# hidden state of each chosen expert, the feed-forward part (of each chosen expert), queries, keys or values.
+# For each kind, five factors that give the peak memory of a block. The peak is in the block's backward. For each token,
+# the peak is a sum of five products, and each product is a factor in bytes times a width. The widths are, in order: the
+# hidden state, the hidden states of all chosen experts, the feed-forward parts of all chosen experts, queries, keys.
 _BLOCK_BYTES = {
     "qwen3": (18, 0, 12, 14, 6),
     "phi3": (18, 0, 12, 10, 0),
@@ -47,12 +49,12 @@ _BLOCK_BYTES = {
     "gpt_oss": (18, 10, 17.7, 10, 0),
 }
 _PLAIN_BLOCK_BYTES = (18, 0, 12, 8, 0)
-# Kinds with one matrix for the gate projection and the up projection.
+# Kinds that have a single matrix for the gate projection and the up projection.
 _FUSED = {"phi3", "glm4"}
 
 
 class _Sizes:
-    """The sizes of a decoder, from its config."""
+    """The sizes of a decoder, read from the decoder's config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.kind: str = config["model_type"]
@@ -61,37 +63,38 @@ class _Sizes:
         self.wide: int = config.get("moe_intermediate_size", config["intermediate_size"])
         self.layers: int = config["num_hidden_layers"]
         self.head: int = config["head_dim"]
-        # Widths of all heads together: of queries, and of keys (values have the same width as keys).
+        # The width of all query heads together, and of all key heads together. Values have the same width as keys.
         self.queries: int = self.head * config["num_attention_heads"]
         self.keys: int = self.head * config["num_key_value_heads"]
         self.vocabulary: int = config["vocab_size"]
-        # 0: the feed-forward part is dense.
+        # The number of experts in a block. 0: the feed-forward part is dense.
         self.experts: int = config.get("num_local_experts", config.get("num_experts", 0))
         # The number of experts that compute a token.
         self.chosen: int = config.get("num_experts_per_tok", 1)
 
     @property
     def block_bytes(self) -> float:
-        """The bytes per token at the peak of a block's backward."""
+        """The bytes for each token at the peak of a block's backward."""
         widths = self.hidden, self.hidden * self.chosen, self.wide * self.chosen, self.queries, self.keys
         each = _BLOCK_BYTES.get(self.kind, _PLAIN_BLOCK_BYTES)
         return sum(nbytes * width for nbytes, width in zip(each, widths, strict=True))
 
     @property
     def products(self) -> tuple[int, int]:
-        """The elements of the matrices that compute a token in a block: of all, and of the last product."""
+        """The elements of all matrices that compute a token in a block, and the elements of the block's last matrix."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         if self.experts:
             routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)
             return attention + routed, 0
-        # Recomputation stops at the last tensor that the backward needs. Unless a norm follows, it skips the last
-        # product.
+        # Activation checkpointing recomputes a block up to the last tensor that the backward needs. The recomputation
+        # skips the block's last product, except if a norm follows this product. The second returned number is 0 if
+        # nothing is skipped.
         last = 0 if self.kind in _POST_NORMS else self.hidden * self.wide
         return attention + 3 * self.hidden * self.wide, last
 
 
 def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the attention's parameters in a block."""
+    """Returns, by name, the shapes of the attention's parameters in a block."""
     hidden, queries, keys = sizes.hidden, sizes.queries, sizes.keys
     biased = {"gpt_oss": "qkvo", "qwen2": "qkv", "glm4": "qkv"}.get(sizes.kind, "")
     shapes: dict[str, tuple[int, ...]] = {}
@@ -113,7 +116,7 @@ def _attention(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the feed-forward part's parameters in a block."""
+    """Returns, by name, the shapes of the feed-forward part's parameters in a block."""
     hidden, wide, experts = sizes.hidden, sizes.wide, sizes.experts
     if sizes.kind == "gpt_oss":
         return {
@@ -141,7 +144,7 @@ def _feed_forward(sizes: _Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
-    """Returns the parameters of a decoder, by transformers' names."""
+    """Returns an `Outline` of a decoder. The parameters have the same names as in transformers."""
     sizes = _Sizes(config)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if sizes.kind in _ONLY_POST_NORMS:
@@ -165,35 +168,38 @@ def outline(config: Mapping[str, Any], dtype: Dtype) -> Outline:
 
 
 def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
-    """Computes the operations and memory of one forward and backward in 16 bits, with activation checkpointing."""
+    """Computes the operations and the memory of one forward and backward with activation checkpointing, in 16 bits."""
     sizes, tokens, length = _Sizes(config), batch.tokens, batch.length
     products, last = sizes.products
-    # Half of causal attention is masked. Its forward has two products, its backward five.
+    # Attention has two matrix products in a forward, and five in a backward. Half of each product is masked.
     attention = 2 * tokens * length * sizes.queries * sizes.layers
     blocks = 2 * tokens * products * sizes.layers
     head = 2 * tokens * sizes.hidden * sizes.vocabulary
     again = blocks - 2 * tokens * last * sizes.layers + attention
-    # `kept`: the inputs of blocks, which checkpoints keep; `end`: activations after the last block, partly in float32.
+    # `kept`: bytes of the inputs of all blocks, which activation checkpointing keeps. `end`: bytes of the activations
+    # after the last block, some of them in float32.
     kept = 2 * tokens * sizes.hidden * sizes.layers
     wide_end = {"gemma3_text", "olmo2", "olmo3", "gpt_oss"}
     end = tokens * ((10 if sizes.kind in wide_end else 8) * sizes.hidden + 28)
-    # The gradient of the LM head.
+    # The bytes of the LM head's gradient.
     words = 2 * sizes.vocabulary * sizes.hidden
     if batch.loss == "full":
-        # The larger of two peaks: logits, log-softmax and gradient of the logits, in float32; or the gradient of the LM
-        # head, with the 16-bit gradients of logits and hidden states.
+        # The memory has two peaks, and the code below takes the larger peak. The first peak is `logits`: the bytes of
+        # the logits, of the log-softmax, and of the gradient of the logits, all in float32. The second peak is
+        # `gradients`: the bytes of the LM head's gradient, and of the 16-bit gradients of logits and hidden states.
         logits, again_head = 12 * tokens * sizes.vocabulary, 0
         gradients = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
     else:
-        # A chunked loss sums gradients in float32, and computes the logits again in the backward.
+        # A chunked loss sums gradients in float32, and the backward computes the logits again.
         tile = tile_bytes(tokens, sizes.vocabulary, sizes.hidden, on_host=batch.on_host)
         logits, again_head = 0, head
         gradients = 3 * words + 8 * tokens * sizes.hidden + tile
-    # The gradients of all experts of a block, which exist at once, and the activations that exist at the same time.
+    # The bytes of the gradients of all experts of a block, and of the activations that exist at the same time.
     routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
         18 * sizes.hidden + sizes.chosen * (8 * sizes.hidden + 5 * sizes.wide)
     )
-    # A tied LM head's gradient waits for the embedding's gradient; then both and their sum (3 * waiting) exist at once.
+    # If the LM head is tied to the embedding, the LM head's gradient waits until the embedding's gradient exists. At
+    # the end, the two gradients and their sum exist at the same time (3 * waiting).
     waiting = words if config["tie_word_embeddings"] else 0
     block = waiting + max(int(tokens * sizes.block_bytes), routed if sizes.experts else 0)
     peak = max(kept + end + max(logits, gradients), kept + block, 3 * waiting)
@@ -217,7 +223,7 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
 
 
 def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
-    """Describes a built-in shape that AdamW trains."""
+    """Describes the training of a built-in shape by AdamW."""
     tree = outline(config, Dtype(dtype))
     parameters = dict(tree.named_parameters())
     count = sum(parameter.numel() for parameter in parameters.values())
@@ -243,7 +249,7 @@ def subject(name: str, config: Mapping[str, Any], dtype: str) -> Subject:
 
 
 def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options: Options) -> Decision:
-    """Plans as `offload()` does for torch's AdamW."""
+    """Makes the same plan as `offload()` with torch's AdamW."""
     narrow = next(iter(parameters.values())).dtype == "float16"
     return decided(
         Facts(
@@ -258,14 +264,15 @@ def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options:
             durability=options.durability,
             staged=options.computes_on != "cpu",
             unplaced=options.paths is None,
-            # A float16 parameter has a separate float32 master: its update writes the values, and never reads them.
+            # A float16 parameter has a separate float32 master weight. The parameter's update reads the master weight,
+            # and only writes the float16 values.
             update_values="never" if narrow else "resident",
         )
     )
 
 
 def _record(name: str, parameter: Sketch, unit: str, state: str | None) -> engines.Record:
-    """Describes the record of a parameter: the state that AdamW keeps, in the format that `state=` chooses."""
+    """Describes the record of a parameter, with the state that AdamW keeps. `state` is the format of this state."""
     width = "" if state in (None, "fp32") else str(state)
     if width == "8bit" and (parameter.numel() < engines.MIN_8BIT_SIZE or name == "model.embed_tokens.weight"):
         width = ""

@@ -1,4 +1,4 @@
-"""Reads the machine of a plan from its options: GPU, RAM, drive; measures storage of this machine."""
+"""Reads GPU, RAM and drive of a plan's machine from the command's options, and measures storage of this machine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 _GB = 10**9
-# The largest number of names that an error suggests, and their least similarity.
+# An error suggests at most 3 names, each with at least this similarity to the user's name.
 _NEAR_MAX, _NEAR = 3, 0.6
 
 
 def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[HostMemory | None, Source]:
-    """Returns the memory of a plan's machine, and the source of the figures; memory None: not known.
+    """Returns the memory of the machine that computes, and where its size comes from. None: the memory is not known.
 
     Args:
         ram: the value of `--ram`, or None.
         is_here: True if this machine computes.
-        has_budget: True if the budget is given: then the RAM of another machine need not be assumed.
+        has_budget: True if the user gives a budget. With a budget, no RAM is assumed for another machine.
     """
     if ram is None and is_here:
         return HostMemory.here(), "here"
@@ -42,7 +42,10 @@ def machine_of(ram: str | None, *, is_here: bool, has_budget: bool) -> tuple[Hos
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Parses a GPU's name, or TFLOPS,GB,PCIE_GB_S: peak of dense 16-bit products, memory, link in one direction."""
+    """Parses the value of `--gpu`: a GPU's name, or TFLOPS,GB,PCIE_GB_S.
+
+    The three numbers are the peak of dense 16-bit products, the memory, and the speed of the link in one direction.
+    """
     short = short_name(text)
     known = CARDS.get(USUAL.get(short, short))
     if known is not None:
@@ -51,16 +54,16 @@ def parse_gpu(text: str) -> Gpu:
         tflops, memory, link = map(positive, text.split(","))
     except ValueError as error:
         near = difflib.get_close_matches(short, [*CARDS, *USUAL], n=_NEAR_MAX, cutoff=_NEAR)
-        hint = f"did you mean {' or '.join(near)}? It is" if near else "it is"
+        hint = f"did you mean {' or '.join(near)}? Pass" if near else "pass"
         raise ConfigError(
-            f"--gpu {text!r} is no GPU that plan knows: {hint} one of {', '.join([*CARDS, *USUAL])}, or "
-            "TFLOPS,GB,PCIE_GB_S as 165,24,25"
+            f"--gpu {text!r} is not a GPU that memascend knows: {hint} one of {', '.join([*CARDS, *USUAL])}, or three "
+            "numbers TFLOPS,GB,PCIE_GB_S such as 165,24,25"
         ) from error
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 
 
 def parse_drive(text: str) -> Drive:
-    """Parses a drive's name, or READ,WRITE: sustained GB/s of all devices together."""
+    """Parses the value of `--drive`: a name, or READ,WRITE, the sustained speeds in GB/s of all devices together."""
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
         return known
@@ -68,18 +71,18 @@ def parse_drive(text: str) -> Drive:
         read, write = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
-            f"--drive must be {', '.join(DRIVES)}, or READ,WRITE in GB/s, as 5,4, not {text!r}"
+            f"--drive {text!r} is not known: pass one of {', '.join(DRIVES)}, or READ,WRITE in GB/s such as 5,4"
         ) from error
     return Drive(read=read * _GB, write=write * _GB)
 
 
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
-    """Measures storage; returns the speed of all devices together, and the same figures in GB/s.
+    """Measures storage. Returns the speed of all devices together, and the measured figures in GB/s.
 
-    The drive is None for raw devices, whose writes are not measured.
+    The returned drive is None for raw devices, because writing to a raw device would destroy its data.
     """
-    # Measure each file system alone, though a store uses all at once: paths on one file system share its speed, and the
-    # slowest path limits all.
+    # Each file system is measured alone, although a store uses all file systems at once. Paths on one file system share
+    # its speed. The slowest path limits the speed of all paths.
     systems = [_system(path) for path in paths]
     each = {system: speeds_at(path) for system, path in dict(zip(systems, paths, strict=True)).items()}
     slowest = {
@@ -97,7 +100,7 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
 
 
 def _system(path: Path) -> int:
-    """Returns the number of the device at this path, or of its file system; 0 if the folder does not exist."""
+    """Returns the number of the device at `path`, or of the file system of `path`; 0 if the folder does not exist."""
     try:
         status = (path if path.is_dir() or path.is_block_device() else path.parent).stat()
     except FileNotFoundError:

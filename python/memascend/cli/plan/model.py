@@ -1,4 +1,4 @@
-"""Builds models on "meta" from a config; traces the operations and memory of one forward and backward."""
+"""Builds a model on the device "meta" from its config, and traces operations and memory of a forward and backward."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
-# The most layers of a model. The deepest published models have some hundred layers, DeepNet 1,000. Even on "meta", a
-# layer of transformers takes a millisecond or more and some hundred kilobytes.
+# The largest number of layers in a model. Most published models have at most some hundred layers, and DeepNet has
+# 1,000. Even on the device "meta", each layer takes a millisecond or more, and some hundred kilobytes.
 _LAYERS_MAX = 10_000
-# Matches entries of a config with the number of layers: num_hidden_layers, n_layer, decoder_layers, num_blocks, depth.
+# Matches keys of a config that give the number of layers: num_hidden_layers, n_layer, decoder_layers, num_blocks,
+# depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
 def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes: bool) -> Subject:
-    """Describes the model of a config.json, of a folder with a config.json, or of a name that `shape_named()` knows.
+    """Describes a model. `path` is a config.json, a folder with a config.json, or a name that `shape_named()` knows.
 
-    `dtype`: the dtype of the parameters; None: the config's, else bfloat16. `optimizer`: a class name of torch.optim.
+    `dtype` is the dtype of the parameters. If `dtype` is None, parameters have the config's dtype, or bfloat16 if the
+    config names no dtype. `optimizer` is the name of a class in torch.optim. `recomputes` is True if activation
+    checkpointing is on.
     """
     model, by = describe(path, dtype)
     make: Any = _optimizer_class(optimizer)
@@ -69,13 +72,16 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
 
 
 def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
-    """Makes the model on "meta" from the arguments of `subject()`; returns it, and the source of its description."""
+    """Makes the model on the device "meta". Returns the model, and a phrase that says where its config is from.
+
+    `path` and `dtype` are described in `subject()`.
+    """
     shape = shape_named(path)
     name = None if shape is None else shape[0]
     config = path / _CONFIG if path.is_dir() else path
     if name is None and (not config.is_file() or config.suffix != ".json"):
-        hidden = f"; it hides the built-in {path}, so go to another folder for that" if str(path) in SHAPES else ""
-        raise ConfigError(f"{config} is no config of a model: give its config.json, or the folder that has it{hidden}")
+        hidden = f", or run this in another folder to plan the built-in {path}" if str(path) in SHAPES else ""
+        raise ConfigError(f"{config} is not a model's config: give the config.json, or the folder that has it{hidden}")
     values = read_config(config) if shape is None else shape[1]
     try:
         import transformers
@@ -88,13 +94,13 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     return model, f"the shape of {name}" if name else str(config)
 
 
-# Classes that cannot be planned: LBFGS evaluates the model several times in a step; SparseAdam takes sparse gradients
-# only; Muon takes matrices only.
+# Optimizer classes that cannot be planned. LBFGS computes the model several times in a step. SparseAdam needs sparse
+# gradients. Muon updates matrices only.
 _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class of torch.optim with this name, ignoring case."""
+    """Returns the class in torch.optim with this name. Upper and lower case are the same."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
@@ -106,7 +112,11 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _untie_head(model: nn.Module) -> None:
-    """Gives the LM head its own weight, which transformers ties in new models, but not in loaded ones (Flan-T5)."""
+    """Gives the LM head a separate weight, if transformers has tied the LM head to the embedding.
+
+    For some models (Flan-T5, for example), transformers ties the two weights of a new model, but does not tie them when
+    it loads a checkpoint.
+    """
     from memascend.checkpoint.files import Names
 
     head: Any = None
@@ -120,41 +130,42 @@ def read_config(config: Path) -> dict[str, Any]:
     """Reads and checks a model's config.json.
 
     Raises:
-        ConfigError: the file is too large, is not a JSON object, or names an impossible number of layers.
+        ConfigError: the file is too large, is not a JSON object, or has an impossible number of layers.
     """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(
-            f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is no config: give the model's config.json"
+            f"{config} is larger than {_CONFIG_BYTES_MAX} bytes, so it is not a config: give the model's config.json"
         )
     try:
         values = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{config} is no JSON ({error}): fetch it again") from error
+        raise ConfigError(f"{config} is not valid JSON ({error}): download the file again") from error
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{config} is no config: it holds a {type(values).__name__}, and no object. Give the model's config.json"
+            f"{config} is not a config, since it contains a {type(values).__name__} instead of a JSON object: give the "
+            "model's config.json"
         )
     _require_layers(config, values)
     return values
 
 
 def _require_layers(config: Path, values: dict[str, Any]) -> None:
-    """Rejects more than `_LAYERS_MAX` layers before transformers makes them."""
+    """Raises ConfigError if the config has more than `_LAYERS_MAX` layers, before transformers creates the layers."""
     for key, value in values.items():
         if isinstance(value, dict):
             _require_layers(config, value)
         elif isinstance(value, int) and value > _LAYERS_MAX and _DEPTH.search(key):
             raise ConfigError(
-                f"{config} says {key} = {value}, and a model of more than {_LAYERS_MAX} layers is not made, since its "
-                "modules alone would take minutes and gigabytes: correct it"
+                f"{config} says {key} = {value}, but memascend plans models of at most {_LAYERS_MAX} layers, because "
+                f"more layers would take minutes and gigabytes: correct {key}"
             )
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """Makes a config's model with transformers' own classes; never runs code from a model's folder."""
+    """Makes the model of a config with transformers' own classes. Never runs code from the model's folder."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"{config} has no model_type, so that its model is not known: correct it")
+        raise ConfigError(f"{config} has no model_type, so the kind of model is not known: add model_type to the file")
     known = values.get("dtype", values.get("torch_dtype"))
     if dtype is None:
         dtype = getattr(torch, known, None) if isinstance(known, str) else None
@@ -175,16 +186,20 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
         raise
     except Exception as error:
         raise ConfigError(
-            f"transformers {transformers.__version__} makes no model of {config} ({type(error).__name__}: {error}): "
-            "correct the config, or install another transformers"
+            f"transformers {transformers.__version__} cannot make a model from {config} ({type(error).__name__}: "
+            f"{error}): correct the config, or install another version of transformers"
         ) from error
     raise ConfigError(
-        f"transformers {transformers.__version__} has no model for {kind!r}: install a newer one, or correct model_type"
+        f"transformers {transformers.__version__} has no model of the model_type {kind!r}: install a newer version of "
+        "transformers, or correct model_type"
     )
 
 
 class _Watch(TorchDispatchMode):
-    """Counts operations and memory below autograd: each storage counts from its first tensor until it is freed."""
+    """Counts the operations and the memory of all torch calls, including those of the backward.
+
+    The bytes of a storage count from the storage's first tensor until the storage is freed.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -193,9 +208,9 @@ class _Watch(TorchDispatchMode):
         self.at_peak: list[tuple[int, tuple[int, ...]]] = []
         self._bytes = 0
         own = (*model.parameters(), *model.buffers())
-        # Do not count storages of parameters and buffers: a plan counts them separately.
+        # Storages of parameters and buffers are not counted here, because the plan counts them separately.
         self._own = {tensor.untyped_storage()._cdata for tensor in own}  # noqa: SLF001
-        # Address of each live storage -> its bytes, and the shape of its first tensor.
+        # For each live storage, by its address: the bytes of the storage, and the shape of its first tensor.
         self.living: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def __torch_dispatch__(
@@ -230,12 +245,15 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """True if the tensor is a causal mask. transformers makes one only under a trace; otherwise it passes is_causal."""
+    """True if the tensor is a causal mask.
+
+    transformers makes a causal mask only while a model is traced. In real training it passes is_causal=True instead.
+    """
     return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[2] == tensor.shape[3]
 
 
 def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces the causal mask in the arguments of an attention by is_causal; returns other arguments unchanged."""
+    """Returns the arguments of a call, with a causal mask replaced by is_causal=True."""
     mask = kwargs.get("attn_mask")
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     if not isinstance(mask, torch.Tensor) or not _is_mask(mask) or "is_causal" not in names:
@@ -248,7 +266,7 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Returns the operations of a call, by torch's formulas; 0 for calls without a formula."""
+    """Returns the number of floating-point operations of a call, by torch's formulas; 0 if torch has no formula."""
     packet = function.overloadpacket
     # torch 2.11 has no formula for attention on a CPU: use the formula for other devices.
     operator = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
@@ -258,23 +276,26 @@ def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: An
     flops = int(count(*args, **kwargs, out_val=out))
     names = [argument.name for argument in function._schema.arguments]  # noqa: SLF001
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Kernels skip the masked half of causal attention.
+    # Attention kernels do not compute the masked half of causal attention.
     return flops // 2 if given.get("is_causal") is True else flops
 
 
 def _grouped_flops(args: tuple[Any, ...]) -> int:
-    """Returns the operations of a grouped product (experts), for which torch has no formula: a row uses one matrix."""
+    """Returns the operations of a grouped matrix product (of experts), for which torch has no formula.
+
+    Each row is multiplied by one of the matrices.
+    """
     rows, others = args[0], args[1]
     return 2 * int(rows.shape[-2]) * int(rows.shape[-1]) * int(others.shape[-1])
 
 
 def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
-    """Runs one forward and backward of a language model on fake tensors, which have shapes and no memory.
+    """Runs one forward and backward of a language model on fake tensors, which have shapes but no memory.
 
-    Returns the reason if the model cannot be traced.
+    Returns the trace. If the model cannot be traced, returns the reason as text.
     """
     if getattr(model, "main_input_name", None) != "input_ids":
-        return "tokens are counted for language models of transformers"
+        return "only language models of transformers can be traced"
     model = copy.deepcopy(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -287,7 +308,8 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
     watch = _Watch(model)
     forward = kept = 0
     failed = ""
-    # Disable this logger: its records of failed traces hold a traceback, which would keep a checkpoint's hooks alive.
+    # This logger is disabled because its records of a failed trace refer to a traceback, which would keep the hooks of
+    # activation checkpointing alive.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     with fake, without_gradients_kept(model), watch, replaced(log, "disabled", value=True):
         try:
@@ -298,14 +320,17 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
             loss.backward()
             del loss
         except Exception as error:  # noqa: BLE001
-            # The code of some models depends on values, for example the routing of some mixtures of experts.
-            failed = f"{type(model).__name__} cannot be traced without values ({type(error).__name__})"
+            # The code of some models reads values of tensors, for example to route tokens to experts. Fake tensors have
+            # no values.
+            failed = f"{type(model).__name__} cannot be traced without real tensors ({type(error).__name__})"
     if failed:
-        # An interrupted checkpoint keeps its saved-tensor hooks active until it is collected.
+        # The failure interrupted activation checkpointing. Its saved-tensor hooks stay active until Python collects
+        # them.
         gc.collect()
         return failed
-    # `_ChunkedLoss` computes nothing: add the LM head's products. The backward computes the logits again, the gradient
-    # of hidden states and, unless the head is frozen, the gradient of its weight.
+    # `_ChunkedLoss` computes nothing, so the products of the LM head are added here. The forward has one product. The
+    # backward has one product for the logits, one for the gradient of the hidden states and, if the LM head is trained,
+    # one for the gradient of its weight.
     product = 0 if head is None else 2 * batch.tokens * head.weight.numel()
     times = 2 + (head is not None and head.weight.requires_grad)
     return Trace(
@@ -321,17 +346,18 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
 
 
 def _head(model: Any) -> Any:
-    """Returns the LM head of a decoder for a chunked loss; None if the model has no such head."""
+    """Returns the LM head to which a chunked loss can be applied; None if the model has no such LM head."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None or getattr(model.config, "is_encoder_decoder", False) else find()
     weight = getattr(head, "weight", None)
-    # In some models a layer between the hidden states and the head changes the width.
+    # In some models, a layer between the last hidden states and the LM head changes the width. A chunked loss cannot be
+    # applied to such a model.
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     return head if weight is not None and weight.shape[-1] == width else None
 
 
 def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: bool) -> Any:
-    """Computes the loss of a batch: "full" and "chunked" predict each next token, "score" averages the scores."""
+    """Computes the loss of a batch. `kind` is one of the values of `Loss`."""
     if kind == "full":
         return model(input_ids=tokens, labels=tokens).loss
     if kind == "score":
@@ -344,7 +370,7 @@ def _loss(model: Any, head: Any, tokens: torch.Tensor, kind: Loss, *, on_host: b
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Makes the allocations of a chunked loss, which sums gradients in float32; computes nothing."""
+    """Allocates the same memory as a chunked loss that sums gradients in float32, but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, nbytes: int) -> torch.Tensor:
@@ -367,7 +393,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def settle(model: nn.Module) -> None:
-    """Replaces parameters and buffers by empty ones on the CPU; tied parameters stay tied."""
+    """Replaces all parameters and buffers by empty tensors on the CPU. Tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001
@@ -382,14 +408,14 @@ def settle(model: nn.Module) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str | None:
-    """Returns the name of the method that turns activation checkpointing on, or None."""
+    """Returns the name of the model's method that turns on activation checkpointing; None if it has no such method."""
     # Newer versions of transformers call the method activation_checkpointing_enable.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     return f"{name}_checkpointing_enable" if getattr(model, "supports_gradient_checkpointing", False) else None
 
 
 def recompute(model: nn.Module) -> None:
-    """Turns activation checkpointing on, if the model supports it."""
+    """Turns on activation checkpointing if the model supports it."""
     method = _checkpointing(model)
     if method is not None:
         change: Any = getattr(model, method)
@@ -398,7 +424,7 @@ def recompute(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Frees each gradient as soon as it is complete, as in training with `offload()`."""
+    """Frees each gradient as soon as the gradient is complete, as training with `offload()` does."""
 
     def gone(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -411,7 +437,10 @@ def without_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _kinds(model: nn.Module, living: list[tuple[int, tuple[int, ...]]]) -> dict[str, int]:
-    """Sums the bytes of storages by kind, which it guesses from their shapes; `living`: bytes and shape of each."""
+    """Returns the sum of the bytes of storages by kind. The kind of a storage is guessed from its shape.
+
+    `living` has the bytes and the shape of each storage.
+    """
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}

@@ -1,4 +1,4 @@
-"""Knows the shapes of published models by name, as in their config.json; parses numbers. Needs no torch."""
+"""Lists the shapes of published models, finds a shape by a model's name, and parses numbers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# model_type -> prefix of transformers' class.
+# For each model_type, the prefix of the name of transformers' class.
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -47,10 +47,11 @@ def _shape(
     tied: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns a decoder's config.
+    """Returns the config of a decoder.
 
-    `widths`: of a hidden state, of the feed-forward part. `heads`: number for queries, number for keys and values,
-    width of each. `tokens`: of the vocabulary, of the longest sequence.
+    `widths` has the width of a hidden state and the width of the feed-forward part. `heads` has the number of heads for
+    queries, the number of heads for keys and values, and the width of a head. `tokens` has the number of tokens in the
+    vocabulary, and in the longest sequence.
     """
     return {
         "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
@@ -64,16 +65,17 @@ def _shape(
         "vocab_size": tokens[0],
         "max_position_embeddings": tokens[1],
         "tie_word_embeddings": tied,
-        # Override defaults of some classes, which exceed small vocabularies.
+        # In some classes, the default pad_token_id is outside of a small vocabulary. Such an ID is an error.
         "pad_token_id": None,
         **(more or {}),
     }
 
 
 def _experts(number: int, chosen: int, wide: int, *, local: bool = True) -> dict[str, int]:
-    """Returns config entries: the number of experts in a block, of experts that compute a token, and their width.
+    """Returns the entries of a config that describe the experts.
 
-    `local`: the model_type names the number `num_local_experts`.
+    `number` is the number of experts in a block, `chosen` is the number of experts that compute a token, and `wide` is
+    the width of an expert. `local` is True if the config has the key "num_local_experts" instead of "num_experts".
     """
     named = "num_local_experts" if local else "num_experts"
     return {named: number, "num_experts_per_tok": chosen, "moe_intermediate_size": wide}
@@ -82,7 +84,7 @@ def _experts(number: int, chosen: int, wide: int, *, local: bool = True) -> dict
 def _qwen3_5(
     widths: tuple[int, int], layers: int, heads: tuple[int, int], linear: int, *, tied: bool, **more: Any
 ) -> dict[str, Any]:
-    """Returns the config of a Qwen3.5: three of four blocks have linear attention, with `linear` heads of values."""
+    """Returns the config of a Qwen3.5 model. Three of four blocks have linear attention with `linear` value heads."""
     kind = "qwen3_5_moe_text" if more else "qwen3_5_text"
     more |= {"linear_num_value_heads": linear, "linear_num_key_heads": 16}
     return _shape(kind, widths, layers, (*heads, 256), (248_320, 262_144), tied=tied, more=more)
@@ -91,10 +93,11 @@ def _qwen3_5(
 def _gemma4(
     widths: tuple[int, int], layers: int, heads: tuple[int, int], *, shared: int = 0, whole: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """Returns the config of a Gemma 4: every fifth or sixth block attends to all tokens, with wider heads.
+    """Returns the config of a Gemma 4 model. Every fifth or sixth block attends to all tokens, and has wider heads.
 
-    In small models, `shared` blocks use keys and values of earlier blocks, and each block has an input of its own. In
-    large models, blocks that attend to all tokens have `whole` heads of keys, which serve as values, too.
+    In small models, `shared` blocks use the keys and values of earlier blocks, and each block has a separate embedding
+    of the tokens as a further input. In large models, the blocks that attend to all tokens have `whole` key heads, and
+    use the keys also as values.
     """
     every = more.pop("every", 6)
     kinds = ["full_attention" if number % every == every - 1 else "sliding_attention" for number in range(layers)]
@@ -197,7 +200,8 @@ SHAPES = {
 }
 
 
-# The hub's names for the same shapes, without owners and the words of `_VARIANTS`.
+# For each shape, the names of models with this shape on the Hugging Face hub. The names have no owner, and none of the
+# words in `_VARIANTS`.
 _HUB_NAMES = {
     "llama-1b": ("Llama-3.2-1B",),
     "llama-3b": ("Llama-3.2-3B",),
@@ -222,31 +226,32 @@ _HUB_NAMES = {
     "granite-8b": ("granite-3.3-8b",),
     "exaone4-32b": ("EXAONE-4.0-32B",),
 }
-# `_key()` of a name -> tokens of the longest sequence, for models that differ from their shape in this number alone.
+# The tokens of the longest sequence, by the `_key()` of a model's name. A model is listed only if this number differs
+# from the number in the model's shape.
 _LONGEST = {"llama38b": 8192, "llama370b": 8192}
 _LONGEST_2507 = 262_144
-# Words of a name that change no shape.
+# Words in a model's name that do not change the shape.
 _VARIANTS = {"base", "instruct", "it", "pt", "chat", "think", "thinking", "reasoning", "sft", "dpo"}
 _VARIANTS |= {"meta", "hf", "bf16", "fp8", "2507", "2512"}
-# The largest number of names that an error suggests, and their least similarity.
+# An error suggests at most 3 names, each with at least this similarity to the user's name.
 _NEAR_MAX, _NEAR = 3, 0.6
 
 
 def _key(name: str) -> str:
-    """Returns a name without owner, case, separators and words of `_VARIANTS`, for comparisons."""
+    """Returns a form of `name` for comparisons: in lower case, without owner, separators and words of `_VARIANTS`."""
     words = re.split(r"[-_: ]+", name.rpartition("/")[2].lower())
     return "".join(word for word in words if word not in _VARIANTS)
 
 
-# `_key()` of a name -> its shape, and the name as errors show it.
+# For each name, by its `_key()`: the shape, and the name that errors show.
 _ON_THE_HUB = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
 _ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in _HUB_NAMES}
 _NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
-# The assumed RAM of another machine, without --ram.
+# The assumed RAM of another machine if the user gives no --ram.
 ASSUMED_RAM = "64GB"
-# Larger numbers are mistakes, in every unit that options take.
+# A larger number in an option is a mistake, whatever the unit of the option is.
 _FIGURE_MAX = 1e9
 
 
@@ -254,7 +259,7 @@ def positive(text: str) -> float:
     """Parses a number above 0.
 
     Raises:
-        ValueError: `text` is no such number, or is too large.
+        ValueError: `text` is not a number above 0, or the number is too large.
     """
     value = float(text)
     if not 0 < value < _FIGURE_MAX:
@@ -263,24 +268,24 @@ def positive(text: str) -> float:
 
 
 def shape_named(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name in `SHAPES` that this name means, and its config; None if `path` exists.
+    """Returns the name of the shape that `path` names, and the config of the shape; None if `path` exists.
 
     Raises:
-        ConfigError: `path` does not exist, and no shape has this name; the message suggests similar names.
+        ConfigError: `path` does not exist, and no shape has this name. The message suggests similar names.
     """
     if path.exists():
         return None
     name = str(path)
     key = _key(name)
-    # A name with an owner is not a short name of `SHAPES`: Qwen/Qwen-7B is another model than qwen-7b.
+    # A name with an owner is never a key of `SHAPES`: the model Qwen/Qwen-7B is not the shape "qwen-7b".
     known = _ON_THE_HUB if "/" in name else _NAMES
     if key in known:
         shape = known[key][0]
         longest = _LONGEST_2507 if "2507" in name else _LONGEST.get(key, SHAPES[shape]["max_position_embeddings"])
         return shape, {**SHAPES[shape], "max_position_embeddings": longest}
     near = [_NAMES[one][1] for one in difflib.get_close_matches(key, _NAMES, n=_NEAR_MAX, cutoff=_NEAR)]
-    words = f"did you mean {' or '.join(near)}?" if near else f"it knows {', '.join(SHAPES)}."
+    words = f"did you mean {' or '.join(near)}?" if near else f"the built-in names are {', '.join(SHAPES)}."
     raise ConfigError(
-        f"{path} does not exist, and plan knows no model of this name: {words} Of any other model, give its "
-        "config.json or the folder that has it"
+        f"{path} does not exist, and is not the name of a built-in model: {words} For any other model, give its "
+        "config.json, or the folder with its config.json"
     )

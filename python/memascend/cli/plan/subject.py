@@ -1,6 +1,6 @@
-"""Defines the inputs of a plan: a model with its optimizer, a micro-batch, and its operations and memory.
+"""Defines the inputs of a plan: `Subject` (model and optimizer), `Batch`, and `Trace` (operations and memory).
 
-The module needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ if TYPE_CHECKING:
     from memascend.plan.options import Options
 
 
-# How a loss is computed. "full": from the logits of all tokens, the default of transformers' models. "chunked": from
-# the logits of some tokens and words at a time, as in TRL's fused LM head and Liger. "score": from one number for each
-# sequence, as in reward models.
+# How a loss is computed. "full": from the logits of all tokens at once, which is the default of transformers' models.
+# "chunked": from the logits of some tokens and words at a time, as TRL's fused LM head and Liger do. "score": from one
+# number for each sequence, as reward models do.
 Loss = Literal["full", "chunked", "score"]
-# A tile of TRL's chunked loss: the tokens and words whose logits are in memory at once.
+# The size of a tile in TRL's chunked loss. A tile is the tokens and the words whose logits are in memory at once.
 _TILE_TOKENS, _TILE_WORDS = 4096, 32_768
-# Float32 copies of a tile that torch's CPU operations make in the backward; a GPU kernel works in place.
+# The number of float32 copies of a tile that torch makes in the backward on a CPU. A GPU kernel makes no copies.
 _HOST_COPIES = 7
 
 
 def tile_bytes(tokens: int, words: int, width: int, *, on_host: bool, element: int = 2) -> int:
-    """Returns the bytes that a chunked loss allocates besides gradients.
+    """Returns the bytes that a chunked loss allocates, without the bytes of gradients.
 
-    `words`: size of the vocabulary; `width`: elements of a hidden state; `element`: bytes of one element of it.
+    `words` is the size of the vocabulary. `width` is the number of elements of a hidden state, and `element` is the
+    number of bytes of one such element.
     """
     rows, columns = min(tokens, _TILE_TOKENS), min(words, _TILE_WORDS)
     buffer = element * rows * _TILE_WORDS
     if not on_host:
         return buffer
-    # In float32, the larger of: all copies of the tile's logits; the logits with the larger factor of the product that
-    # computes them (hidden states or weights of the LM head).
+    # On a CPU, torch also allocates the larger of two amounts, both in float32. The first amount is all copies of a
+    # tile's logits. The second amount is the tile's logits, plus the tile's hidden states or the LM head's weights for
+    # the tile, whichever are larger.
     return buffer + 4 * max(_HOST_COPIES * rows * columns, rows * columns + width * max(rows, columns))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A micro-batch, and how its loss is computed."""
+    """A micro-batch, and how the loss of the micro-batch is computed."""
 
     sequences: int
     length: int  # tokens of each sequence
@@ -58,14 +60,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Trace:
-    """The operations and torch's memory of one forward and backward, without the memory of parameters."""
+    """The operations of one forward and backward, and the memory that torch takes, without parameters."""
 
-    tokens: int  # tokens of the micro-batch
-    forward: int  # floating-point operations of products and attention; of causal attention, the unmasked part
-    backward: int  # operations of the backward, with the forward that activation checkpointing repeats
-    peak: int  # bytes of torch's own memory at its peak; a gradient is freed as soon as it is complete
-    held: dict[str, int]  # the peak by kind: logits, gradients, activations
-    kept: int  # bytes that the forward leaves for the backward: the memory of each further micro-batch
+    tokens: int  # the number of tokens in the micro-batch
+    # The floating-point operations of matrix products and attention in the forward. The masked half of causal attention
+    # does not count.
+    forward: int
+    backward: int  # the operations of the backward, including the forward that activation checkpointing repeats
+    peak: int  # the largest number of bytes that torch takes; each gradient is freed when the gradient is complete
+    held: dict[str, int]  # the bytes at the peak by kind: logits, gradients, activations
+    kept: int  # bytes that the forward keeps for the backward
     recomputes: bool  # True if activation checkpointing is on
     loss: Loss = "full"  # the loss that was traced; always "full" for a model without an LM head
 
@@ -74,16 +78,18 @@ class Trace:
 class Subject:
     """The model and the optimizer of a plan."""
 
-    by: str  # the source of the description, for readers
-    parameters: int  # number of elements
-    trained: int  # number of elements that are trained
-    # Bytes of the gradients of tied parameters. With micro-batches by layer, each micro-batch keeps its own gradients
-    # of these parameters until their last use.
+    by: str  # a phrase for the user that says where the model's config is from
+    parameters: int  # the number of elements of all parameters
+    trained: int  # the number of elements of all trained parameters
+    # Bytes of the gradients of tied parameters. If micro-batches are computed by layer, each micro-batch keeps separate
+    # gradients of the tied parameters until the last use of the tied parameters.
     tied_bytes: int
-    dtype: str  # dtype of the first parameter
-    longest: int | None  # tokens of the longest sequence; None: not known
-    checkpointing: str | None  # the method that turns activation checkpointing on; None: the model has none
-    # `plan` and `trace` are cached: a command calls them many times with the same arguments.
-    plan: Callable[[Options, int], Decision]  # options of `offload()`, number of ranks -> the plan of one rank
-    trace: Callable[[Batch], Trace | str]  # returns the reason if the model cannot be traced
-    module: nn.Module | None = None  # the model on "meta"; None for a built-in shape
+    dtype: str  # the dtype of the first parameter
+    longest: int | None  # the number of tokens in the longest possible sequence; None: not known
+    # The name of the model's method that turns on activation checkpointing. None: the model has no such method.
+    checkpointing: str | None
+    # The functions `plan` and `trace` cache their results, because a command calls them often with the same arguments.
+    # `plan` takes the options of `offload()` and the number of ranks, and returns the plan of one rank.
+    plan: Callable[[Options, int], Decision]
+    trace: Callable[[Batch], Trace | str]  # returns the reason as text if the model cannot be traced
+    module: nn.Module | None = None  # the model on the device "meta"; None for a built-in shape

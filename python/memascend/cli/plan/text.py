@@ -1,4 +1,4 @@
-"""Formats the answers of `memascend plan`: the code to write, memory, seconds and their bounds, drive wear."""
+"""Formats the answers of `memascend plan`: memory, the seconds of a step, drive wear, and the code to write."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
-# A larger budget is shown if a step with it takes at most this share of the present time.
+# A larger budget is shown only if a step with the larger budget takes at most this share of the present time.
 _FASTER = 0.99
-# The ways of updates that depend on the norm of all gradients -> the name in the table, and the note on its seconds.
+# For each way in which updates can wait for the norm of all gradients: the name of the way in the table, and a note on
+# the seconds of a step.
 _WAYS: dict[Way, tuple[str, str]] = {
     "next backward": (
         "updates in the next backward",
@@ -36,7 +37,7 @@ _WAYS: dict[Way, tuple[str, str]] = {
     "next forward": ("updates in the next forward", "a step: each update is made in the next forward"),
     "early": ("updates in the same backward", "a step while no step is clipped: each update begins before the norm"),
 }
-_NO_BF16 = "; it has no units for bfloat16: with --dtype fp16"
+_NO_BF16 = "; it has no units for bfloat16, so use --dtype fp16"
 
 
 def brief(
@@ -49,8 +50,8 @@ def brief(
 ) -> str:
     """Formats an answer in a few lines: whether the run fits, seconds, memory, a whole run, and the code to write.
 
-    `proposal`: a larger step that takes less time per token. `other`: a run that fits, if the run of `question` does
-    not. `examples`: the number of examples in a whole run.
+    `proposal` is a larger step that takes less time per token, or None. `other` is a similar run that fits, or None.
+    `examples` is the number of examples in a whole run.
     """
     title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
@@ -122,7 +123,7 @@ def _memory_in_words(question: Question, found: Answer) -> str:
     parts[-1] += _loss_in_words(question)
     free = "" if question.free is None else f" of {bytes_shown(question.free)} free"
     new = [path for path in map(Path, question.options.paths or ()) if not path.exists()]
-    # Name the drive of a path that does not exist yet: a mistyped path is most often on another drive.
+    # Show the drive of a path that does not exist yet. If the user mistyped the path, the drive is often the wrong one.
     place = ", ".join(f" of {mount_point(path.parent)} ({path} does not exist yet)" for path in new)
     parts.append(f"{bytes_shown(found.plan.storage_bytes + question.scratch(found.plan))}{free} on the drive{place}")
     return ", ".join(parts)
@@ -142,7 +143,7 @@ def _one_after_the_other(question: Question) -> str:
 
 
 def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
-    """Formats the proposed steps: first with micro-batches one after the other, then by layer."""
+    """Formats the proposed steps. The step with micro-batches one after the other is before the step by layer."""
     layered = proposal.by_layer
     found = []
     if layered is None or layered[0] is not proposal.question:
@@ -158,7 +159,7 @@ def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
 
 
 def _changes(question: Question, other: Question) -> str:
-    """Returns the options by which another run differs from the asked one."""
+    """Returns the command's options that make the run `other` out of the run `question`."""
     options = []
     if other.sequences != question.sequences and not isinstance(other.trace, str):
         options.append(f"--tokens {other.trace.tokens}")
@@ -178,16 +179,19 @@ def _total_in_words(run: Total) -> str:
 
 def _what_fits(question: Question, asked: Answer, found: tuple[Question, Answer] | None) -> str:
     if found is None and question.free is not None and len(asked.problems) == 1 and question.free < asked.disk_bytes:
-        return "no store of this model, in any format of the state: give a larger drive"
+        return "the store of this model does not fit in any format of the state (--state): use a larger drive"
     if found is None:
-        return "not one sequence of this length: give a shorter one (--length), or a larger GPU or drive"
+        return "not one sequence of this length fits: use a shorter --length, or a larger GPU or drive"
     other, its = found
     took = "" if its.seconds is None else f", {seconds_shown(its.seconds)} a step"
     return f"{_changes(question, other)}: {_memory_in_words(other, its)}{took}"
 
 
 def shown(head: str, question: Question, found: Answer) -> str:
-    """Formats all figures of an answer (`--verbose`); `head` has a placeholder `{parameters}` for their number."""
+    """Formats all figures of an answer (`--verbose`).
+
+    `head` is the first line. It has the placeholder `{parameters}` for the number of parameters.
+    """
     count, trained = question.subject.parameters, question.subject.trained
     of_them = "" if trained == count else f" ({trained:,} trained)"
     parts = [head.format(parameters=f"{count:,} parameters{of_them}")]
@@ -206,11 +210,11 @@ def shown(head: str, question: Question, found: Answer) -> str:
 
 
 def _options(question: Question, *without: str) -> list[str]:
-    """Returns the arguments of `offload()` in Python, without those named in `without`."""
+    """Returns the arguments of `offload()` as Python code, except the arguments named in `without`."""
     options = question.options
     paths = list(options.paths or ["/mnt/nvme/run"])
     given = [f"storage={json.dumps(paths if len(paths) > 1 else paths[0])}"]
-    # These are offload()'s defaults: leave them out.
+    # An option that has the default of offload() is left out.
     for name, default in (("host_memory", None), ("device_memory", None), ("gradients", "auto"),
                           ("max_grad_norm", None), ("activations", "device"), ("state", None)):  # fmt: skip
         value = AUTO if name == "host_memory" and options.spare is not None else getattr(options, name)
@@ -220,7 +224,7 @@ def _options(question: Question, *without: str) -> list[str]:
 
 
 def _command(model: Path, question: Question) -> str | None:
-    """Returns the `memascend train` command of this run; None if the run needs several ranks or user code."""
+    """Returns the command `memascend train` for this run; None if `memascend train` cannot do this run."""
     options, trace = question.options, question.trace
     if question.ranks > 1 or isinstance(trace, str) or not question.is_usual:
         return None
@@ -241,7 +245,7 @@ def _command(model: Path, question: Question) -> str | None:
 
 
 def _trainers_lines(question: Question) -> list[str]:
-    """Returns the code for a Trainer: its arguments, and the call before `train()`."""
+    """Returns the code for a Trainer: the Trainer's arguments, and the call that precedes `train()`."""
     norm = question.options.max_grad_norm
     given = [f"per_device_train_batch_size={question.sequences}", f"max_grad_norm={_as_python(norm or 0.0)}"]
     if question.micro_batches > 1:
@@ -249,21 +253,23 @@ def _trainers_lines(question: Question) -> list[str]:
     if not isinstance(question.trace, str) and question.subject.checkpointing:
         given.append(f"gradient_checkpointing={question.trace.recomputes}")
     if question.subject.dtype != "float32":
-        # TRL loads float32 by default, and casts.
+        # By default, TRL loads a model in float32 and computes in bfloat16. These arguments keep the dtype of the
+        # files.
         given += ['model_init_kwargs={"dtype": "auto"}', "bf16=False"]
-    # trainer.offload() has the default "auto", the machine's spare memory: leave host_memory out.
+    # host_memory= is left out if it is "auto", the machine's spare memory, because trainer.offload() has this default.
     without = ("max_grad_norm", *(["host_memory"] if question.options.spare is not None else ()))
     call = f"memascend.trainer.offload(trainer, {', '.join(_options(question, *without))})"
     if question.options.accumulation_steps > 1 and question.ranks == 1 and not question.carries:
         layered = replace(question, options=replace(question.options, accumulation_steps=1))
         if answer(layered).problems:
-            # A Trainer that computes by layer keeps checkpointed activations of all micro-batches, which do not fit.
-            call += ', with activations="ssd" where it goes by layer (SFT, Reward)'
+            # A Trainer that computes by layer keeps the checkpointed activations of all micro-batches. Here, these
+            # activations do not fit.
+            call += ', with activations="ssd" if the Trainer computes by layer (SFT, Reward)'
     return [", ".join(given), call]
 
 
 def _lines(question: Question) -> list[str]:
-    """Returns the code for a loop: the call of `offload()`, and other calls that the figures depend on."""
+    """Returns the code for a training loop: the call of `offload()`, and other calls that the estimates assume."""
     options, given = question.options, _options(question)
     if question.micro_batches > 1 and not question.by_layer:
         given.append(f"accumulation_steps={options.accumulation_steps}")
@@ -341,7 +347,7 @@ def _room(question: Question, found: Answer) -> list[Row]:
 
 
 def _moved(question: Question, found: Answer) -> list[Row]:
-    """Returns the rows of bytes that one of several ranks exchanges with other ranks and its device."""
+    """Returns the rows about the bytes that one of several ranks exchanges with the other ranks and with its device."""
     if found.network is None:
         return []
     nbytes = moved(question, found)
@@ -375,7 +381,7 @@ def _time(question: Question, found: Answer) -> list[Row]:
 
 
 def _in_turn(question: Question, now: float) -> list[Row]:
-    """Returns the row of the same micro-batches one after the other; none if their seconds are not known."""
+    """Returns the row for the same micro-batches computed one after the other; no row if the seconds are not known."""
     other = answer(question.one_after_the_other())
     if other.seconds is None:
         return []
@@ -385,7 +391,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 
 def _ram_tier(question: Question, found: Answer) -> list[Row]:
-    """Returns the rows of the seconds without parameters kept in RAM, and with larger budgets."""
+    """Returns the rows for the seconds of a step without parameters kept in RAM, and with larger budgets."""
     plan, forecast = found.plan, forecast_of(question, found)
     if forecast is None:
         return []
@@ -404,7 +410,7 @@ def _disk(question: Question, found: Answer) -> Row:
     what = "the disk's part of a step"
     took = disk_seconds(question, found)
     if took is None:
-        return what, "not measured", "writing would overwrite what is on the device: give --drive READ,WRITE"
+        return what, "not measured", "measuring would overwrite the data on the device: give --drive READ,WRITE"
     note = "at the speeds of --drive"
     if question.drive_assumed:
         note = "assumed; --storage P measures the disk of P, --drive READ,WRITE gives its speed"
@@ -446,7 +452,7 @@ def _life(question: Question, found: Answer) -> Row:
 
 
 def fitting(found: Sequence[tuple[Question, Answer]]) -> str:
-    """Formats the batches that fit (`--fit`): a row for each pair of state format and sequence length."""
+    """Formats the batches that fit (`--fit`). Each row is for one format of the state and one sequence length."""
     rows = [
         (
             "exact" if one.options.state is None else f'"{one.options.state}"',

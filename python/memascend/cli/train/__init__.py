@@ -1,4 +1,7 @@
-"""`memascend train`: runs TRL's Trainers on models that do not fit in memory; after a kill the same command resumes."""
+"""Implements `memascend train`: runs TRL's Trainers on models that do not fit in memory.
+
+If a training was stopped or killed, the same command resumes the training.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ __all__ = ["HELP", "USAGE", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no options: `run()` gets all arguments in `options.words`, and TRL's parser reads them."""
+    """Declares no options. `run()` gets all arguments in `options.words`, and TRL's parser parses these arguments."""
     parser.set_defaults(words=())
 
 
-# Loggers and warnings of libraries that report, at each start, on other libraries or on their own defaults.
+# At each start, some libraries report on other libraries or on their own defaults. `_LOGGERS` and `_WARNINGS` have the
+# loggers and the warnings of these reports.
 _LOGGERS = ("bitsandbytes", "torch.utils._pytree")
 _WARNINGS = (r"`gradient_checkpointing` is deprecated", r"'pin_memory' argument is set as true but no accelerator")
 
@@ -34,9 +38,9 @@ def _silence() -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains. Exit code 0 once the output folder holds the model of the last step."""
-    # Without these variables, TRL reports each run to Hugging Face, and `datasets` reports each file that it reads.
-    # Both read the variables when they are imported.
+    """Trains a model. Returns exit code 0 after the model of the last step is in the output folder."""
+    # Without these variables, TRL reports each run to Hugging Face, and `datasets` reports each file that it reads. The
+    # two libraries read the variables when they are imported, so the variables are set before the import.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     _silence()

@@ -1,4 +1,7 @@
-"""Parses the options of `memascend train`: those of TRL, transformers and `offload()`, also from a --config file."""
+"""Parses the options of `memascend train` from the command line and from a --config file.
+
+The options are the options of TRL, the options of transformers, and the arguments of `offload()`.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from memascend.text import expanded, how_to_install
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Kinds of training -> the prefix of TRL's classes.
+# For each kind of training, the prefix of the names of TRL's classes.
 KINDS = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}
 _MODEL = "model_name_or_path"
 _ALIASES = {"model": _MODEL, "data": "dataset_name", "output": "output_dir"}
 _LISTS = ("dataset_name", "eval", "storage")
-# Defaults that replace TRL's: its "dtype" and "bf16" silently change results, and its checkpoints write state that the
-# store already has.
+# Defaults that replace defaults of TRL. TRL's defaults of "dtype" and "bf16" silently change results. TRL's default of
+# "save_strategy" writes checkpoints with state that the store already has.
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
-# Options of earlier versions -> their successors.
+# For each option of an earlier version, the option that replaces it.
 _SUCCESSORS = {
     "batch": "--per_device_train_batch_size",
     "accumulate": "--gradient_accumulation_steps",
@@ -51,7 +54,8 @@ _SUCCESSORS = {
     "previous": "--existing previous",
 }
 
-# Options that are arguments of `memascend.trainer.offload()`; omitted options keep its defaults.
+# Options that are also arguments of `memascend.trainer.offload()`. An option that the user does not give keeps the
+# default of the argument.
 OFFLOAD = (
     *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
     *("nonfinite", "rounding", "durability", "reduction", "scratch"),
@@ -67,15 +71,16 @@ class Command(NamedTuple):
     model: Any  # TRL's ModelConfig
     mixture: Any  # TRL's DatasetMixtureConfig
     own: Any  # the options in `OFFLOAD`, and storage, eval, columns and dry_run
-    finds_answers: bool  # True if --assistant_only_loss is not given: the loss covers the assistant's turns
-    finds_packing: bool  # True if --packing is not given: texts are packed
+    # True if --assistant_only_loss is not given. The loss then covers only the assistant's messages.
+    finds_answers: bool
+    finds_packing: bool  # True if --packing is not given; examples of plain text are packed then
 
 
 USAGE = f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] [option ...]"
-# A constant text, so that --help needs neither TRL nor torch.
+# This text is a constant, so that --help needs neither TRL nor torch.
 HELP = (
-    "All options of TRL and transformers are taken (`trl sft --help` lists them), and of memascend.offload(): "
-    f"--{', --'.join(OFFLOAD)}. Beside them: --eval FILE, --columns OURS=THEIRS, --dry_run."
+    "Accepts all options of TRL and transformers (`trl sft --help` lists them), and arguments of memascend.offload(): "
+    f"--{', --'.join(OFFLOAD)}. Further options: --eval FILE, --columns OURS=THEIRS, --dry_run."
 )
 
 
@@ -84,11 +89,11 @@ def parse(words: Sequence[str]) -> Command:
 
     Raises:
         ArgumentError: an option is missing, unknown or wrong.
-        ConfigError: a package or a model is missing, or the file of --config cannot be read.
+        ConfigError: a package or the model is missing, or the file in --config cannot be read.
     """
     kind, words = (words[0], words[1:]) if words and not words[0].startswith("-") else ("sft", words)
     if kind not in KINDS:
-        raise ArgumentError(None, f"a training is one of {', '.join(KINDS)}, not {kind!r}")
+        raise ArgumentError(None, f"the kind of training must be one of {', '.join(KINDS)}, not {kind!r}")
     given = _by_name(words)
     lacking = next((name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None), None)
     if lacking is not None:
@@ -97,7 +102,7 @@ def parse(words: Sequence[str]) -> Command:
     needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
     if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
         raise ArgumentError(None, f"the following arguments are required: {', '.join(missing)}")
-    # Check the model first: importing TRL takes seconds.
+    # Checks the model before the import of TRL, which takes seconds.
     revision = [*given.get("model_revision", ()), config.get("model_revision"), None][0]
     require_model(str([*given.get(_MODEL, ()), config.get(_MODEL)][0]), revision)
     import trl
@@ -111,7 +116,7 @@ def parse(words: Sequence[str]) -> Command:
     own += [*((name, str | None, None) for name in (*OFFLOAD, "columns")), ("dry_run", bool, False)]
     parser = Parser((*kinds, make_dataclass("Own", own)), allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}  # noqa: SLF001
-    # Parse --data without TRL: its parser accepts only one name, and several files may be one data set.
+    # TRL's parser accepts only one name after --data, but a data set may have several files, so --data is parsed here.
     files = given.pop("dataset_name", None)
     if kind == "sft":
         config = {"assistant_only_loss": None, "packing": None, **config}
@@ -136,15 +141,18 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def _name(word: str) -> str:
-    """Returns the name of an option, with aliases resolved; rejects options of earlier versions."""
+    """Returns the name of an option, with aliases resolved. Raises ArgumentError if the option no longer exists."""
     name = word.lstrip("-").replace("-", "_")
     if name in _SUCCESSORS:
-        raise ArgumentError(None, f"{word} is gone: give {_SUCCESSORS[name]}")
+        raise ArgumentError(None, f"{word} no longer exists: use {_SUCCESSORS[name]}")
     return _ALIASES.get(name, name)
 
 
 def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
-    """Groups words by option. A repeated option keeps its last values, but one of `_LISTS` collects all of them."""
+    """Returns the values of each option, by the option's name.
+
+    If an option is repeated, only the last values count. The values of an option in `_LISTS` are collected instead.
+    """
     found: dict[str, list[str]] = {"": []}
     name = ""
     for word in words:
@@ -160,29 +168,32 @@ def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _in_file(path: str) -> dict[str, Any]:
-    """Returns the options in a YAML file by name; relative paths are relative to the current folder."""
+    """Returns the options in a YAML file by name. Relative paths in the file are relative to the current folder."""
     import yaml
 
     try:
         values = yaml.safe_load(Path(path).read_bytes())
         found = {_name(str(key)): value for key, value in values.items() if value is not None}
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
-        raise ConfigError(f"--config {path} is no YAML file of options: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"--config {path} must be a YAML file with lines such as `max_steps: 100`: {' '.join(str(error).split())}"
+        ) from error
     for name in found.keys() & {*_LISTS}:
         found[name] = [expanded(str(one)) for one in (found[name] if isinstance(found[name], list) else [found[name]])]
     return found
 
 
-# The least similarity of a suggested folder to a path that does not exist, and to a name that may be the hub's.
+# An error suggests a folder only if the folder has at least this similarity to the user's wrong path. `_VERY_NEAR` is
+# used if the path may be the name of a model on the hub.
 _NEAR, _VERY_NEAR = 0.7, 0.9
 _CONFIG = "config.json"
 _CONFIGS = (_CONFIG, "adapter_config.json")
-# The largest number of folders that are compared with a wrong path.
+# At most this number of folders is compared with a wrong path.
 _FOLDERS_MAX = 1000
 
 
 def require_model(name: str, revision: str | None = None) -> None:
-    """Rejects a model that is neither a folder of a model nor, as far as can be told quickly, a model of the hub.
+    """Checks quickly that `name` is a folder with a model, or may be the name of a model on the hub.
 
     Raises:
         ConfigError: the folder or the hub's model does not exist, or the hub cannot be reached.
@@ -190,10 +201,10 @@ def require_model(name: str, revision: str | None = None) -> None:
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in _CONFIGS):
-            raise ConfigError(f"--model {name} has no {_CONFIG}: give the folder of a model of transformers")
+            raise ConfigError(f"--model {name} has no {_CONFIG}: give the folder of a transformers model")
         return
     if path.exists():
-        raise ConfigError(f"--model {name} is a file: give the folder that it is in")
+        raise ConfigError(f"--model {name} is a file: give the folder that contains the model")
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -206,23 +217,24 @@ def require_model(name: str, revision: str | None = None) -> None:
         is_path = True
     near = difflib.get_close_matches(name, _model_folders(path), 1, _NEAR if is_path else _VERY_NEAR)
     if near or is_path:
-        hint = f": did you mean {near[0]}?" if near else ""
-        hub = "" if is_path else f" (the hub's model of this name is taken once `hf download {name}` got it)"
+        hint = f": did you mean {near[0]}?" if near else ": give the folder of a transformers model"
+        hub = "" if is_path else f" (to use the hub's model {name}, first run `hf download {name}`)"
         raise ConfigError(f"--model {name} does not exist{hint}{hub}")
     if any(key.lower().endswith("_proxy") for key in os.environ):
-        # Behind a proxy this machine may be unable to resolve the hub's host name: skip the check.
+        # Behind a proxy, the machine may be unable to resolve the hub's host name, so the hub is not checked.
         return
     host = constants.ENDPOINT.partition("://")[2].partition("/")[0].partition(":")[0]
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
         raise ConfigError(
-            f"--model {name} is no folder here and not in the cache of the hub, and {host} cannot be reached: {error}"
+            f"--model {name} is not a folder and not in the cache of the hub, and {host} cannot be reached ({error}): "
+            "correct the name, or connect to the network"
         ) from error
 
 
 def _model_folders(path: Path) -> list[str]:
-    """Returns folders of models near a wrong path: in its parent folder, or one level higher if that is wrong, too."""
+    """Returns the folders of models in the parent folder of a wrong path, or one level higher if there is no parent."""
     above = path.parent if path.parent.is_dir() else path.parent.parent
     if not above.is_dir():
         return []

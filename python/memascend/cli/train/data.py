@@ -1,6 +1,6 @@
-"""Reads examples with `datasets`, and converts them to TRL's columns; errors name the wrong file and line.
+"""Reads examples with the library `datasets`, and converts them to TRL's columns. Errors name the wrong file and line.
 
-If the chat template cannot mark the assistant's answers, labels their tokens.
+If the chat template cannot mark the assistant's messages, this module labels the tokens of these messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from memascend.cli.train.arguments import Command
 
-# Suffix of a file -> the builder of `datasets` that reads it, and options. A whole text file is one example.
+# For each suffix of a file, the builder of `datasets` that reads the file, and the builder's options. A whole ".txt"
+# file is one example.
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
@@ -38,7 +39,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".txt": ("text", {"sample_by": "document"}),
 }
-# For each kind of training, the sets of columns that an example may have; `_OTHERS` are allowed in addition.
+# For each kind of training, the sets of columns that an example may have. The columns in `_OTHERS` are optional.
 _SHAPES: dict[str, list[tuple[str, ...]]] = {
     "sft": [("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",)],
     "dpo": [("chosen", "rejected")],
@@ -46,27 +47,31 @@ _SHAPES: dict[str, list[tuple[str, ...]]] = {
     "kto": [("prompt", "completion", "label")],
 }
 _OTHERS = ("tools", "images", "system", "input", "margin")
-# Columns whose values must be texts.
+# Columns whose values must be strings.
 _TEXTS = ("text", "instruction", "input", "output", "system")
-# Columns whose values must be texts, or lists of messages; within an example all are of the same kind.
+# Columns whose values must be strings or lists of messages. In one example, the values of these columns must be all
+# strings, or all lists of messages.
 _TEXTS_OR_TURNS = ("prompt", "completion", "chosen", "rejected")
-# Role of a message in the data -> role in chat templates.
+# For each role of a message in the data, the role in chat templates.
 _ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-# The most characters of a wrong value that an error shows.
+# The largest number of characters that an error shows of a wrong value.
 _SHOWN_MAX = 60
-# ShareGPT's names of the roles.
+# ShareGPT has other names for the roles.
 _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
-    """Returns the examples for training, or with `held_out` for evaluation; decides how their loss is computed.
+    """Returns the examples for training; with `held_out`, the examples for evaluation.
+
+    May turn on packing or `assistant_only_loss` in the Trainer's arguments, as the examples require.
 
     Raises:
-        ConfigError: a file or an example is wrong; the message names it.
+        ConfigError: a file or an example is wrong. The message names the file or the example.
     """
     script, own = command.script, command.own
     if command.mixture.datasets and not (held_out and own.eval):
-        # TRL draws the test split at random: with the same seed, training and evaluation get disjoint examples.
+        # TRL splits the examples into training and evaluation at random. Both calls of `read` need the same seed, so
+        # that no example is in both splits.
         transformers.set_seed(command.training.seed)
         found = get_dataset(command.mixture)["test" if held_out else "train"]
         return _shaped(found, "datasets", command, tokenizer)
@@ -75,12 +80,13 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
     for text in own.eval if held_out and own.eval else script.dataset_name or ():
         files = _files(text)
         if files and held_out and not own.eval:
-            raise ConfigError(f"an evaluation needs other examples than those of {text}: give --eval FILE")
+            raise ConfigError(f"{text} is used for training and cannot be used for evaluation, too: give --eval FILE")
         for place in files or [text]:
             builder, options = _BUILDERS.get(Path(place).suffix.lower(), (text, {"name": script.dataset_config}))
             if builder == "csv":
-                # Keep numbers as texts in columns of texts. index_col=False: if lines have one field more than the
-                # header, pandas would take the first column as an index, and shift the others.
+                # The converters keep the numbers in columns of strings as strings. index_col=False is for files whose
+                # lines have one field more than the header: without it, pandas would take the first field of a line as
+                # an index, and would shift the other columns.
                 texts = {"converters": dict.fromkeys(_text_columns(own.columns), str), "keep_default_na": False}
                 options = {**options, **texts, "index_col": False}
             given = {"split": "train", "data_files": place} if files else {"split": split}
@@ -88,13 +94,13 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
                 found = _loaded(place, builder, streaming=script.dataset_streaming, **options, **given)
                 parts.append(_shaped(found, place, command, tokenizer))
             except UnicodeDecodeError as error:
-                # `datasets` decodes a file only when its examples are read.
-                raise ConfigError(_wrong_line(place, builder) or f"{place} is not UTF-8: {error}") from error
+                # `datasets` decodes a file only when the file's examples are read, so this error comes late.
+                raise ConfigError(_wrong_line(place, builder) or f"{place} must be UTF-8: {error}") from error
     return datasets.concatenate_datasets(parts)
 
 
 def _renamed(columns: str | None) -> dict[str, str]:
-    """Parses `--columns`: a dict from our names of columns to the data's names."""
+    """Parses `--columns`. Returns a dict from memascend's names of columns to the names of columns in the data."""
     return dict(part.split("=", 1) for part in (columns or "").split(",") if "=" in part)
 
 
@@ -104,7 +110,7 @@ def _text_columns(columns: str | None) -> list[str]:
 
 
 def _files(text: str) -> list[str]:
-    """Returns the files that an argument names or matches; none for a folder, or a data set of the hub."""
+    """Returns the files whose names match `text`; no files if `text` is a folder or a data set of the hub."""
     if Path(text).is_dir():
         return []
     found = [text] if Path(text).is_file() else sorted(glob.glob(text, recursive=True))  # noqa: PTH207
@@ -112,28 +118,30 @@ def _files(text: str) -> list[str]:
         raise ConfigError(f"{text} does not exist: correct --data or --eval")
     for file in found:
         if Path(file).suffix.lower() not in _BUILDERS or not Path(file).stat().st_size:
-            raise ConfigError(f"{file} has no examples: give a file that ends in {', '.join(_BUILDERS)}")
+            raise ConfigError(
+                f"{file} has no examples: give a file that ends in {', '.join(_BUILDERS)}, and is not empty"
+            )
     return found
 
 
 def _loaded(place: str, builder: str, **options: Any) -> Any:
     try:
         with warnings.catch_warnings():
-            # pandas gives this warning when it cuts off fields: turn it into an error.
+            # pandas gives this warning when it drops fields of a line. Here the warning becomes an error.
             warnings.filterwarnings("error", "Length of header or names")
             return datasets.load_dataset(builder, **options)
     except Exception as error:
-        # `datasets` raises a general error whose cause has the reason.
+        # `datasets` raises an error without details. The cause of this error has the reason.
         why = error.__cause__ or error
         if "corresponds to no data" in str(why):
-            raise ConfigError(f"{place} has no examples") from error
+            raise ConfigError(f"{place} has no examples: give a file with examples") from error
         raise ConfigError(
             _wrong_line(place, builder) or f"{place} cannot be read: {type(why).__name__}: {' '.join(str(why).split())}"
         ) from error
 
 
 def _wrong_line(place: str, builder: str) -> str | None:
-    """Returns the first error in a text file, with its line; None if this function finds none."""
+    """Returns the line number and the text of the first error in a file; None if this function finds no error."""
     if builder not in ("json", "csv", "text"):
         return None
     content = Path(place).read_bytes()
@@ -150,12 +158,15 @@ def _wrong_line(place: str, builder: str) -> str | None:
         count = len(next(lines, []))
         for fields in lines:
             if len(fields) > count:
-                return f"{place}:{lines.line_num}: {len(fields)} fields, and the first line names {count}: quote texts"
+                return (
+                    f"{place}:{lines.line_num}: {len(fields)} fields, but the first line has {count}: put texts that "
+                    "contain the separator in quotes"
+                )
     return None
 
 
 def _wrong_json(place: str, text: str) -> str | None:
-    """Returns the first error in a JSON document or in JSON lines, with its line; None if there is no error."""
+    """Returns the line number and the text of the first error in a JSON file; None if the file has no error."""
     try:
         json.loads(text)
     except ValueError as wrong:
@@ -165,16 +176,16 @@ def _wrong_json(place: str, text: str) -> str | None:
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.strip() and not isinstance(json.loads(line), dict):
-                return f'{place}:{number}: not an example: an object of columns is expected, as {{"text": "..."}}'
+                return f'{place}:{number}: not an example: write a JSON object instead, such as {{"text": "..."}}'
         except ValueError as wrong:
             return f"{place}:{number}: not valid JSON: {wrong}"
     return None
 
 
 def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
-    """Returns a data set with TRL's columns; may turn on packing or `assistant_only_loss` in the Trainer's arguments.
+    """Returns a data set with TRL's columns. May turn on packing or `assistant_only_loss` in the Trainer's arguments.
 
-    `place` names the file in errors.
+    `place` is the name of the file in errors.
     """
     found = data.column_names or list(next(iter(data)))
     if "input_ids" in found:
@@ -188,24 +199,27 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     if len(fitting) != 1 or {*given.values()} - {*found}:
         wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
         raise ConfigError(
-            f"{place} has columns {', '.join(map(repr, found))}, and memascend train {command.kind} takes {wanted}: "
-            "name them by --columns, as prompt=question,completion=answer"
+            f"{place} has columns {', '.join(map(repr, found))}, but memascend train {command.kind} needs {wanted}: "
+            "name the columns by --columns, for example --columns prompt=question,completion=answer"
         )
     (shape,) = fitting
     by_prefixes = False
     if shape == ("text",) and command.finds_packing:
-        # "bfd_split" splits long texts over rows, and cuts off no tokens.
+        # The strategy "bfd_split" splits long texts into several rows, so that no tokens are lost.
         command.training.packing, command.training.packing_strategy = True, "bfd_split"
     if shape[0] in ("messages", "conversations", "instruction"):
         if not tokenizer.chat_template:
-            raise ConfigError(f"`{shape[0]}` needs a chat template, and the tokenizer has none: give another model")
+            raise ConfigError(
+                f"the column `{shape[0]}` needs a chat template, but the model's tokenizer has none: give a model that "
+                "has a chat template"
+            )
         if command.finds_answers and shape[0] != "instruction":
             by_prefixes = not _marks_answers(tokenizer)
             command.training.assistant_only_loss = not by_prefixes
     others = (*_OTHERS, *(["prompt"] if "chosen" in shape else ()))
     columns = {name: given.get(name, name) for name in (*shape, *others)}
-    # `datasets` caches the result under these arguments. The version among them keeps other versions of memascend from
-    # reusing the result.
+    # `datasets` caches the result, and finds it again by the arguments of `convert`. One argument is the version of
+    # memascend, so that another version does not use this result.
     convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, version("memascend"))
     return data.map(convert, with_indices=True, remove_columns=found)
 
@@ -213,7 +227,10 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
 def _row(
     place: str, shape: tuple[str, ...], columns: Mapping[str, str], tokenizer: Any, _: str, values: Any, number: int
 ) -> dict[str, Any]:
-    """Converts an example to TRL's columns, with labels if a tokenizer is given. `columns`: our names -> the data's."""
+    """Converts an example to TRL's columns. Adds labels if `tokenizer` is given.
+
+    `columns` is a dict from memascend's names of columns to the names of columns in the data.
+    """
     try:
         row = {ours: values[theirs] for ours, theirs in columns.items() if values.get(theirs) is not None}
         return _converted(row, shape, tokenizer)
@@ -236,7 +253,7 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
         messages = _conversation(row.pop(shape[0]), row.pop("system", None))
         if all(message["role"] != "assistant" for message in messages):
             raise ConfigError(
-                "no message is the assistant's, and only the assistant's text is trained on: remove this example"
+                "no message is the assistant's, but only the assistant's messages are trained on: remove this example"
             )
         row["messages"] = messages
         return row if tokenizer is None else _labelled(tokenizer, messages, row.get("tools"))
@@ -244,21 +261,24 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
 
 
 def _require_kinds(row: Mapping[str, Any]) -> None:
-    """Rejects values whose type does not fit their column."""
+    """Raises ConfigError if the type of a value is wrong for the value's column."""
     for name in (*_TEXTS, *_TEXTS_OR_TURNS):
         value = row.get(name)
         if not isinstance(value, str | (list if name in _TEXTS_OR_TURNS else str) | None):
-            raise ConfigError(f"`{name}` is {_shown(value)}, and a text is expected: correct this example")
+            raise ConfigError(f"`{name}` is {_shown(value)}, but must be a string: correct this example")
     among = [name for name in _TEXTS_OR_TURNS if row.get(name) is not None]
     if len({isinstance(row[name], str) for name in among}) > 1:
-        raise ConfigError(f"{' and '.join(f'`{name}`' for name in among)} must be all texts, or all lists of messages")
+        raise ConfigError(
+            f"{' and '.join(f'`{name}`' for name in among)} must be all strings, or all lists of messages: correct "
+            "this example"
+        )
     if row.get("label", 0) not in (0, 1):
-        raise ConfigError(f"`label` is {_shown(row['label'])}, and true or false is expected: correct this example")
+        raise ConfigError(f"`label` is {_shown(row['label'])}, but must be true or false: correct this example")
     if isinstance(row.get("tools"), str):
         try:
             json.loads(row["tools"])
         except ValueError as error:
-            raise ConfigError(f"`tools` is not valid JSON: {error}: correct this example") from error
+            raise ConfigError(f"`tools` is not valid JSON ({error}): correct this example") from error
 
 
 def _shown(value: Any) -> str:
@@ -270,9 +290,9 @@ def _shown(value: Any) -> str:
 
 
 def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]:
-    """Converts messages of OpenAI's or ShareGPT's form to OpenAI's.
+    """Converts messages in the form of OpenAI or ShareGPT to the form of OpenAI.
 
-    Drops fields that are None: `datasets` adds them if other examples have the field.
+    Drops fields that are None, because `datasets` adds a field with None to each example if any example has the field.
     """
     messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns], 1):
@@ -280,14 +300,14 @@ def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]
         role, content = fields.pop("from", fields.get("role")), fields.pop("value", fields.get("content"))
         is_known = isinstance(role, str) and role in _ROLES
         if not is_known or not (isinstance(content, str | list) or fields.get("tool_calls")):
-            raise ConfigError(f"message {number} needs a role ({', '.join(_ROLES)}) and a text: correct this example")
+            raise ConfigError(f"message {number} needs a role ({', '.join(_ROLES)}) and content: correct this example")
         if role != "system" or not messages:
             messages.append({**fields, "role": _ROLES[role], "content": content})
     return messages
 
 
 def _marks_answers(tokenizer: Any) -> bool:
-    """True if the chat template, or TRL's training template for this model, marks the assistant's texts."""
+    """True if the chat template, or TRL's training template for this model, marks the assistant's messages."""
     try:
         return has_generation_markers(tokenizer.chat_template) or get_training_chat_template(tokenizer) is not None
     except ValueError:
@@ -295,9 +315,10 @@ def _marks_answers(tokenizer: Any) -> bool:
 
 
 def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
-    """Returns the tokens of a conversation, with labels for the assistant's tokens and -100 for all others.
+    """Returns the tokens of a conversation, and their labels. The label is -100 outside of the assistant's messages.
 
-    Finds the assistant's texts by rendering the first messages alone: the result must be a prefix of the whole text.
+    To find the text of a message, renders the messages before this message, and then the same messages together with
+    this message. Each of the two results must be a prefix of the whole rendered conversation.
     """
     tools = json.loads(tools) if isinstance(tools, str) else tools
     render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
@@ -308,16 +329,17 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
             before, after = render(messages[:at], add_generation_prompt=True), render(messages[: at + 1])
             if not (whole.startswith(after) and after.startswith(before)):
                 raise ValueError(f"it does not show which text of message {at + 1} the assistant wrote")  # noqa: TRY301
-            # Label the token that ends a turn, but not the white space after it.
+            # The token that ends a message gets a label. White space after this token gets no label.
             ended = after.rstrip()
             spans.append((len(before), len(ended) if ended.endswith(special) else len(after)))
     except Exception as error:
         raise ConfigError(
-            f"the chat template cannot be used: {error}: give --chat_template_path with one that has {{% generation %}}"
+            f"the chat template cannot be used: {error}. Pass --chat_template_path with a template that contains "
+            "{% generation %}"
         ) from error
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     labels = [
-        # A token without characters (start == end) belongs to the span that contains the character before it.
+        # A token without characters (start == end) belongs to the span that contains the character before the token.
         token if any(start - (start == end) < last and first < end for first, last in spans) else -100
         for token, (start, end) in zip(tokens["input_ids"], tokens["offset_mapping"], strict=True)
     ]
@@ -325,14 +347,15 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
 
 
 def token_counts(data: Any) -> Any:
-    """Returns the number of tokens of each example that TRL has prepared, as an array; None for unknown columns.
+    """Returns an array with the number of tokens of each example, after TRL has prepared the examples.
 
-    Counts a pair as its prompt and its longer answer.
+    If an example is a pair of answers, counts the tokens of the prompt and of the longer answer. Returns None if the
+    columns of the data set are not known.
     """
     names = set(data.column_names)
 
     def lengths(column: str) -> Any:
-        # Arrow knows the lengths of lists without reading the tokens.
+        # Arrow returns the lengths of lists without reading the tokens.
         found = data.with_format("arrow").select_columns([column])[:][column]
         return np.asarray(pyarrow.compute.list_value_length(found))
 

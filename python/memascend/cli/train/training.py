@@ -45,16 +45,17 @@ if TYPE_CHECKING:
     from memascend.cli.plan.subject import Loss, Trace
     from memascend.cli.train.arguments import Command
 
-# Matches calls in chat templates that insert the date; group 2 is the format, a literal.
+# Matches calls in chat templates that insert the date. Group 2 is the format of the date.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# The plot of a run's loss and speeds, in the output folder.
+# The name of a file in the output folder with a plot of the run's loss and speeds.
 _PICTURE = "training.png"
-# A file in the output folder: the time at which the run began, and the store and step of the saved model.
+# The name of a file in the output folder. The file has the time at which the run began, and the store and step of the
+# saved model.
 _RECORD = "memascend-train.json"
 
 
 def train(command: Command) -> int:
-    """Trains from the store's last step to the end; returns the exit code."""
+    """Trains from the last step in the store to the end of the training, and returns the exit code."""
     args, own = command.training, command.own
     chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
     options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
@@ -80,24 +81,24 @@ def train(command: Command) -> int:
 
 
 def _spare(trainer: Any, kind: str, options: Options) -> Spare:
-    """Returns the memory that the machine can spare; on a CPU, less the memory that torch needs, if that is known."""
+    """Returns the memory that the machine can spare. If the CPU computes, subtracts the memory that torch needs."""
     if options.computes_on != "cpu":
         return Spare()
     try:
         found = _traced(trainer, kind, options)
     except Exception:  # noqa: BLE001
-        # A model that cannot be traced can still be trained.
+        # The memory that torch needs is not known, but the model can still be trained.
         return Spare()
     if isinstance(found, str):
         return Spare()
-    # By layer, each further micro-batch also keeps its checkpointed activations.
+    # If micro-batches are computed by layer, each further micro-batch also keeps its own checkpointed activations.
     more = (trainer.args.gradient_accumulation_steps - 1) * found.kept
     return Spare(torch_bytes=int((1 + GAPS) * (found.peak + more)))
 
 
 @contextlib.contextmanager
 def _unchanged(folder: Path) -> Iterator[None]:
-    """Removes `folder` at the end if it did not exist before: a Trainer's constructor makes it."""
+    """Removes `folder` at the end if it did not exist before. The constructor of a Trainer creates this folder."""
     was_there = folder.exists()
     try:
         yield
@@ -122,13 +123,13 @@ def _print_plan(trainer: Any, kind: str, options: Options, examples: str | None)
 
 
 def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
-    """Returns the largest micro-batch of a Trainer of this kind, and how its loss is computed."""
+    """Returns the largest micro-batch of a Trainer, and how the loss is computed. `kind` is a key of `KINDS`."""
     args = trainer.args
     longest = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-    # Older versions of TRL make the logits of all tokens at once.
+    # Versions of TRL without `add_fused_lm_head` compute the logits of all tokens at once.
     loss: Loss = "chunked" if hasattr(trl.trainer.utils, "add_fused_lm_head") else "full"
     return Batch(
-        # DPO and reward training compute both answers of a pair in one batch.
+        # In DPO and reward training, an example is a pair of answers, and one batch has the two answers of each pair.
         sequences=args.per_device_train_batch_size * (2 if kind in ("dpo", "reward") else 1),
         length=min(one for one in (args.max_length, longest) if one),
         loss="score" if kind == "reward" else loss,
@@ -137,45 +138,45 @@ def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
 
 
 def _traced(trainer: Any, kind: str, options: Options) -> Trace | str:
-    """Returns the trace of one micro-batch of the Trainer, or the reason why it has none."""
+    """Returns the trace of one micro-batch of the Trainer, or the reason why the model cannot be traced."""
     if not getattr(trainer.args, "max_length", None):
-        return "it is not known without --max_length"
+        return "pass --max_length to estimate it"
     if trainer.args.world_size > 1:
-        return "it is counted on one rank alone"
+        return "it can be estimated only for a single rank"
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
     return trace(model, batch, recomputes=trainer.args.gradient_checkpointing)
 
 
 def _torchs_memory(trainer: Any, kind: str, options: Options) -> str:
-    """Describes torch's own memory for a micro-batch, which the plan does not include."""
+    """Describes the memory that torch takes for a micro-batch. The plan does not include this memory."""
     found = _traced(trainer, kind, options)
     if isinstance(found, str):
-        return f"torch's memory is not counted: {found}"
+        return f"torch's memory is not known: {found}"
     batch = batch_of(trainer, kind, on_host=options.computes_on == "cpu")
     losses = {"full": "with the logits of all tokens", "chunked": "with a chunked loss", "score": "with scores"}
     return (
-        f"beside it torch takes {bytes_shown(found.peak)} for a micro-batch of {batch.sequences} x {batch.length:,} "
-        f"tokens {losses[found.loss]}"
+        f"in addition, torch takes {bytes_shown(found.peak)} for a micro-batch of {batch.sequences} x "
+        f"{batch.length:,} tokens {losses[found.loss]}"
     )
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. This is a KeyboardInterrupt, so that it ends the process as cleanly as Ctrl-C."""
+    """Raised after SIGTERM. As a subclass of KeyboardInterrupt, this exception ends the process as Ctrl-C does."""
 
     exit_code = 128 + signal.SIGTERM
 
 
 @contextlib.contextmanager
 def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
-    """Prints the committed step if Ctrl-C or, in a single process, SIGTERM ends the block.
+    """Prints the last committed step if Ctrl-C ends the block. In a run of one process, does the same for SIGTERM.
 
-    Yields an empty list; the block adds its Trainer to it.
+    Yields an empty list. The block appends the Trainer to this list when the Trainer exists.
     """
     made: list[Any] = []
     before: Any = None
-    # With several ranks, keep SIGTERM's default action: a rank that waits in a collective call runs no handler, so
-    # torchrun would wait for that rank in vain.
+    # With several ranks, SIGTERM keeps its default action. Python runs no handler while a rank waits in a collective
+    # call, so torchrun would wait for this rank in vain.
     if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
         before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
     try:
@@ -190,19 +191,19 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
 
 def _report_stop(trainer: Any, existing: str | None) -> None:
     """Closes the optimizer, and prints on rank 0 how to continue after a stop."""
-    where = "before the training began: the same command starts it"
-    # With another value of --existing, the command would not resume from the store's last step.
+    where = "before the training began: run the same command to start the training"
+    # A command with another value of --existing would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
     with contextlib.suppress(ConfigError, AttributeError):
-        # offloaded_optimizer() raises an error if the Trainer is not offloaded yet: then `where` keeps its value.
+        # If the Trainer is not offloaded yet, offloaded_optimizer() raises an error, and `where` keeps its value.
         optimizer = offloaded_optimizer(trainer.optimizer)
-        # close() may write for a while, and show its progress: print the message afterwards.
+        # close() may write for a while and show its progress, so the message is printed afterwards.
         optimizer.close()
-        where = f"after step {optimizer.steps}, which is committed: the same command{without} goes on there"
+        where = f"after step {optimizer.steps}, which is committed: run the same command{without} to continue"
     if trainer is None or trainer.is_local_process_zero():
         for callback in [] if trainer is None else trainer.callback_handler.callbacks:
             if (bar := getattr(callback, "training_bar", None)) is not None:
-                # Otherwise the bar is drawn again after the message.
+                # An open progress bar would be drawn again after the message.
                 bar.close()
         print(f"memascend train: stopped {where}", file=sys.stderr)
 
@@ -210,21 +211,24 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
 def _terminate(process: int, *_: object) -> None:
     if os.getpid() == process:
         raise Terminated
-    # A worker process of a DataLoader or of `datasets` has inherited the handler: end it without cleanup.
+    # This is a worker process of a DataLoader or of `datasets`, which inherits the handler. It ends without cleanup.
     os._exit(Terminated.exit_code)
 
 
 def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
-    """Makes TRL's Trainer of the command; returns it, and a description of its examples (None for a stream)."""
+    """Makes TRL's Trainer for the command. Returns the Trainer, and a description of its examples.
+
+    The description is None if the examples are a stream.
+    """
     model, args = command.model, command.training
     name = model.model_name_or_path
     if Path(name).resolve() == Path(args.output_dir).resolve():
-        raise ConfigError("--model and --output are one folder, and training would overwrite the model")
+        raise ConfigError("--model and --output are the same folder, but must differ: pass another folder as --output")
     for option in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, option):
             raise ConfigError(
-                f"--{option} quantizes the model by bitsandbytes, whose weights are not offloaded: leave it out; "
-                "--use_peft trains adapters on the 16-bit model, whose weights are streamed"
+                f"--{option} quantizes the model by bitsandbytes, and memascend cannot offload quantized weights: "
+                f"remove --{option}. To train adapters on the 16-bit model, pass --use_peft"
             )
     given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
     more = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
@@ -234,11 +238,11 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
         tokenizer = getattr(processor, "tokenizer", processor)
         template = tokenizer.chat_template
         if isinstance(template, str):
-            # Insert the day on which the run began: the date of a resume would change the tokens of all examples.
+            # Insert the day on which the run began. The day of a resume would change the tokens of all examples.
             tokenizer.chat_template = _TIME.sub(lambda call: json.dumps(began.strftime(call[2])), template)
         examples = read(command, tokenizer)
         held_out = read(command, tokenizer, held_out=True) if args.eval_strategy != "no" else None
-        # Under FSDP2 accelerate shards values in memory: load the model with its values.
+        # With several ranks, accelerate shards values that are in memory, so the model is loaded with its values.
         with trainers.loading() if args.world_size == 1 else contextlib.nullcontext():
             trainer = getattr(trl, f"{KINDS[command.kind]}Trainer")(
                 model=name,
@@ -260,7 +264,7 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
 
 
 def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
-    """Rejects data of which TRL dropped all examples; otherwise describes how many it dropped; "" if it kept all."""
+    """Describes how many examples TRL dropped; "" if TRL dropped none. Raises ConfigError if TRL dropped all."""
     if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
         # A stream has no length, and packing drops no examples.
         return ""
@@ -271,12 +275,14 @@ def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
     is_whole = isinstance(trainer.args, trl.RewardConfig)
     reason = f"is longer than {length}" if is_whole else f"has no token with a loss within {length}"
     if count == dropped:
-        raise ConfigError(f"no example of --{option} is left: each {reason}: give a larger one, or shorter examples")
+        raise ConfigError(
+            f"no example of --{option} is left: each {reason}. Pass a larger --max_length, or shorter examples"
+        )
     return f"{dropped:,} dropped of {count:,}: each {reason}"
 
 
 def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
-    """Describes how many examples TRL kept, cut and dropped; None for a stream."""
+    """Describes how many examples TRL kept, cut and dropped; None if the examples are a stream."""
     dropped = _require_some(trainer, "data", given, trainer.train_dataset)
     if isinstance(given, datasets.IterableDataset):
         return None
@@ -286,8 +292,8 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
     words = [f"{len(kept):,} kept", *([dropped] if dropped else [])]
     lengths = None if longest is None else token_counts(kept)
     if lengths is not None:
-        # For SFT, TRL has already cut the examples: a cut example has exactly --max_length tokens. For other kinds the
-        # collator cuts them later: count the longer examples.
+        # For SFT, TRL has already cut the examples, so each cut example has exactly --max_length tokens. For other
+        # kinds of training, the collator cuts examples later, so each example with more tokens is counted.
         is_cut = kind != "sft"
         count = int((lengths > longest).sum() if is_cut else (lengths == longest).sum())
         what = (
@@ -298,28 +304,29 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
 
 
 def _require_exact(trainer: Any) -> None:
-    """Rejects models that are no causal decoders, and models whose attention would mix packed examples."""
+    """Raises ConfigError if the model is not a causal decoder, or if the model would mix packed examples."""
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     config, name, source = model.config, type(model).__name__, inspect.getsource(sys.modules[type(model).__module__])
-    # Only the code of some models reads `config.is_decoder`; in the configs of other models it has no meaning.
+    # The code of some models reads `config.is_decoder`. For all other models, `config.is_decoder` has no meaning.
     sees_all = "config.is_decoder" in source and not getattr(config, "is_decoder", True)
     decodes = name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     if sees_all or config.is_encoder_decoder or not (decodes or name.endswith("ForSequenceClassification")):
         raise ConfigError(
-            f"{name} is no causal decoder, so this loss does not apply to it: train it in a loop of your own"
+            f"{name} is not a causal decoder, so `memascend train` cannot train it: write a training loop with "
+            "memascend.offload() instead"
         )
     layers = {*(getattr(config, "layer_types", None) or ())}
     if getattr(trainer.args, "packing", False) and not (
-        # Position ids keep attention within an example; a recurrent or convolutional layer ignores them.
+        # Position ids keep attention within an example, but recurrent and convolutional layers ignore position ids.
         ("position_ids=position_ids" in source and "causal_mask" in source)
         and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
         and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     ):
-        raise ConfigError(f"{name} would mix examples that share a sequence: leave --packing out")
+        raise ConfigError(f"{name} would mix examples that share a sequence: remove --packing")
 
 
 def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
-    """Replaces the record on rank 0, atomically."""
+    """Writes `record` to `file`, atomically, on rank 0 only."""
     if trainer.is_world_process_zero():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.with_suffix(".new").write_text(json.dumps(record))
@@ -327,21 +334,22 @@ def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
 
 
 def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
-    """Saves the model of the last step unless an earlier start has saved it; closes the optimizer; plots the run."""
+    """Saves the model of the last step, if it is not saved yet. Then closes the optimizer, and plots the run."""
     optimizer = offloaded_optimizer(trainer.optimizer)
     made = session_of(optimizer).run.metadata.identity()
     (is_there,) = broadcast_object_list([record.get("saved") == made])
     if not is_there:
         trainer.save_model(str(file.parent))
         trainer.save_state()
-        # Flush the model first: after a crash the record must not name a model that is incomplete.
+        # The model is flushed to the disk before the record is written. After a crash, the record must not name an
+        # incomplete model.
         os.sync()
         _write(trainer, file, record | {"saved": made})
     done = "this run is finished" if is_there else "the training is done"
     trainer.accelerator.print(f"{done}: {file.parent} holds the model of step {optimizer.steps}")
     optimizer.close()
     if trainer.is_world_process_zero() and not is_there:
-        # The training is saved: a failure to plot, for example without matplotlib, must not fail the command.
+        # The model is saved already, so an error in the plot (for example, no matplotlib) must not fail the command.
         with contextlib.suppress(Exception):
             optimizer.report().plot(file.parent / _PICTURE)
             print(f"{file.parent / _PICTURE} shows loss, seconds a step and GB/s")
