@@ -1,10 +1,17 @@
-"""Measures steps of several micro-batches: by layer, one after the other, and by torch in memory.
+"""Measures training steps of several micro-batches, computed in three ways.
 
-Each case trains in a process of its own. The processes of `seconds` take turns, so that a drift of the machine affects
-all cases alike. Bytes are the kernel's counts for the process. The parts: `seconds` compares all three ways; `bytes`
-measures steps by layer with two dtypes, two budgets, and clipping; `memory` recomputes blocks, and compares the memory
-of M micro-batches with that of one; `trl` (where TRL is installed, as in .venv-clients) trains with SFTTrainer and
-DPOTrainer on the same examples in few large micro-batches or in many small ones.
+"by layer": memascend computes all micro-batches of a block before the next block begins. "one after the other":
+memascend computes one whole micro-batch after the other. "torch in memory": torch trains without memascend.
+
+Each case trains in a separate process. The kernel counts the bytes that the process reads and writes. There are four
+parts:
+
+- `seconds` compares the three ways. The processes take turns, so that a change of the machine's speed affects all ways.
+- `bytes` counts the bytes of steps by layer, with two dtypes, two budgets, and clipping.
+- `memory` recomputes blocks in the backward. It compares the peak memory of a step of M micro-batches with the peak
+  memory of a step of one micro-batch.
+- `trl` trains with TRL's SFTTrainer and DPOTrainer. It compares steps of few large micro-batches with steps of many
+  small micro-batches, on the same examples. This part needs TRL, which .venv-clients has.
 """
 
 from __future__ import annotations
@@ -24,10 +31,11 @@ from benchmarks.turns import Process, at_work, serve
 LAYERS, TURNS, MEMORY = "by layer", "one after the other", "torch in memory"
 _LENGTHS = (128, 512)
 _WARM_STEPS = 2
-# The targets: the most that each ratio may be.
+# The largest value that each ratio may have.
 _TARGETS = {"bytes": 1.05, "disk": 0.5, "compute": 1.05, "memory": 1.1}
-# The targets "disk" and "compute" are for steps of `_AT` micro-batches: the drive limits the speed of steps with short
-# micro-batches; computation limits the speed of steps with long micro-batches.
+# The targets "disk" and "compute" apply to steps of `_AT` micro-batches. "disk" judges steps with short micro-batches,
+# whose speed is limited by the drive. "compute" judges steps with long micro-batches, whose speed is limited by
+# computation.
 _AT = 8
 _BYTES_CASES = {
     "bf16, default": ("bfloat16", {"gradients": "fused"}),
@@ -36,7 +44,8 @@ _BYTES_CASES = {
     "fp32, smallest": ("float32", {"gradients": "fused", "host_memory": "smallest"}),
     "bf16, clipped": ("bfloat16", {"max_grad_norm": 1.0}),
 }
-# The number of examples in a Trainer's step, and the numbers of examples in a micro-batch that are measured.
+# `_EXAMPLES` is the number of examples in a Trainer's step. The part `trl` measures micro-batches of each size in
+# `_SIZES`; a size is a number of examples.
 _EXAMPLES, _SIZES = 16, (1, 4, 16)
 _MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd"}}
 
@@ -50,10 +59,14 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the model's dtype (%(default)s)"
     )
-    parser.add_argument("--counts", nargs="+", type=int, default=[1, 4, 8, 16], help="micro-batches of a step")
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(_LENGTHS), help="tokens of a micro-batch")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    parser.add_argument(
+        "--counts", nargs="+", type=int, default=[1, 4, 8, 16], help="numbers of micro-batches in a step"
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=list(_LENGTHS), help="numbers of tokens in a micro-batch"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="number of turns of each process")
+    parser.add_argument("--steps", type=int, default=2, help="number of steps in a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="keep accumulate.json, .txt and .png there")
     parser.add_argument(
@@ -73,13 +86,14 @@ def main() -> None:
         for part in options.parts:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-accumulate-") as folder:
                 found[part] = _PARTS[part](options, Path(folder))
-            # A part takes long, so its results are kept before the next part begins.
+            # A part takes a long time. Its results are written before the next part begins, so that a failure does not
+            # lose them.
             _write(found, options.write)
     print(_write(found, options.write))
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> str:
-    """Returns the tables; also writes the results, tables and picture to `folder`, if it is given."""
+    """Returns the tables. If `folder` is given, also writes the results, the tables and the picture to `folder`."""
     text = "\n\n".join(_SHOWN[part](found[part]) for part in _PARTS if part in found)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,14 +106,14 @@ def _write(found: dict[str, Any], folder: Path | None) -> str:
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:
-    """Returns the results that earlier runs wrote to `folder`, by part."""
+    """Returns the results that earlier runs wrote to `folder`. The keys are the names of the parts."""
     path = None if folder is None else folder / "accumulate.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
     return found
 
 
 def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures all three ways, with each number and length of micro-batches."""
+    """Measures each of the three ways, with each number of micro-batches and each length of a micro-batch."""
     common = {"parameters": options.parameters, "dtype": options.dtype, "options": {"gradients": "fused"}}
     works = {
         name: {**common, "case": name, "storage": str(folder / f"{name}.store")} for name in (LAYERS, TURNS, MEMORY)
@@ -117,7 +131,7 @@ def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns medians over all steps of all turns, and the highest peak of memory."""
+    """Combines all turns of a case: medians of seconds and bytes, and the highest memory peak."""
     return {
         "seconds": statistics.median(taken for turn in turns for taken in turn["seconds"]),
         "moved": statistics.median(turn["read"] + turn["written"] for turn in turns),
@@ -127,7 +141,7 @@ def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures bytes of steps by layer, with each number of micro-batches in each of `_BYTES_CASES`."""
+    """Counts the bytes of steps by layer, for each case of `_BYTES_CASES` and each number of micro-batches."""
     rows = []
     for name, (dtype, given) in _BYTES_CASES.items():
         work = {"case": LAYERS, "parameters": options.parameters, "options": given, "dtype": dtype}
@@ -142,7 +156,7 @@ def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures peak memory with recomputed blocks, each number of micro-batches in a process of its own."""
+    """Measures the peak memory of steps that recompute blocks. Each number of micro-batches has a separate process."""
     rows = []
     for name, given in _MEMORY_CASES.items():
         for count in options.counts:
@@ -160,7 +174,10 @@ def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures TRL's Trainers on micro-batches of several sizes, each case in a process of its own, one at a time."""
+    """Measures TRL's Trainers with micro-batches of several sizes.
+
+    Each case runs in a separate process. Only one of these processes runs at a time.
+    """
     works = {
         f"{trainer}, {_EXAMPLES // size} x {size}, {way}": {
             "trainer": trainer, "size": size, "way": way, "length": min(options.lengths),
@@ -168,7 +185,8 @@ def _trl(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         }
         for trainer in ("SFT", "DPO")
         for size in _SIZES
-        # No test covers DPO's loss by layer; and with one micro-batch, LAYERS and TURNS would do the same.
+        # DPO is measured only in `TURNS`, because no test covers DPO's loss by layer. A step of one micro-batch is also
+        # measured only in `TURNS`, because `LAYERS` would do the same computation.
         for way in ((LAYERS, TURNS) if trainer == "SFT" and size < _EXAMPLES else (TURNS,))
     }  # fmt: skip
     rows = []
@@ -244,8 +262,9 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         one = ones[row["case"]]
         more = row["peak"] - one["peak"]
-        # The target: each further micro-batch may add the inputs of its blocks. A step of several micro-batches may
-        # also add the sums of one unit's gradients.
+        # `due` is the memory that a step of several micro-batches may need in addition to a step of one micro-batch.
+        # Each micro-batch after the first may add the inputs that its checkpoints save. The step may also add the
+        # summed gradients of the largest unit.
         due = (row["count"] - 1) * row["saved"] + (row["largest"] if row["count"] > 1 else 0)
         away = "ssd" in row["case"]
         ratio = row["peak"] / one["peak"]
@@ -265,7 +284,8 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
 def _trl_shown(rows: list[dict[str, Any]]) -> str:
     from memascend.text import table
 
-    # Users begin with micro-batches of one example, one after the other, so the other cases are compared with these.
+    # Users start with micro-batches of one example, computed one after the other. All cases are compared with this
+    # case.
     ones = {row["trainer"]: row["seconds"] for row in rows if (row["size"], row["way"]) == (min(_SIZES), TURNS)}
     shown = [
         (
@@ -286,7 +306,7 @@ _SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_sh
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws bytes and seconds by number of micro-batches, with a line for each way."""
+    """Draws the bytes and the seconds of a step over its number of micro-batches. Each way has one line."""
     from memascend.text import IN_MEMORY, OURS, open_pyplot
 
     plt = open_pyplot()
@@ -311,7 +331,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 class _Worker:
-    """Trains one case, and makes steps whenever the main process asks for them."""
+    """Trains one case. Makes steps when the main process asks for steps."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         from dataclasses import replace
@@ -344,12 +364,15 @@ class _Worker:
         return memascend.offload(self.model, optimizer, **options)[1]
 
     def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
-        """Makes `steps` steps of `count` micro-batches with `length` tokens each; returns seconds, bytes and peak."""
+        """Makes and measures `steps` steps; returns their seconds, bytes and memory peak.
+
+        Each step has `count` micro-batches of `length` tokens.
+        """
         from benchmarks import counters
         from memascend.cli import process
 
-        # The first step of a turn does not count: the turns of other cases gave the disk time to finish its writes, and
-        # changed the state of the machine's memory.
+        # The first step of a turn is not measured, because it is not typical. While other cases took their turns, the
+        # disk finished its writes and the state of the machine's memory changed.
         self._step(count, length)
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -365,7 +388,8 @@ class _Worker:
             "read": moved["read"] / steps / parameters,
             "written": moved["written"] / steps / parameters,
             "peak": process.resident_peak(),
-            # The checkpoint of a block saves the block's input alone. The largest unit is the embedding.
+            # "saved": the bytes that one micro-batch saves. Checkpointing saves only the input of each block.
+            # "largest": the bytes of the largest unit, which is the embedding.
             "saved": self.work.layers * length * self.work.hidden * self.model.dtype.itemsize,
             "largest": self.work.vocabulary * self.work.hidden * self.model.dtype.itemsize,
         }
@@ -389,7 +413,7 @@ class _Worker:
 
 
 class _TrainersWorker:
-    """Trains with a Trainer of TRL, on texts of one length."""
+    """Trains with one of TRL's Trainers on texts of equal length."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -399,7 +423,7 @@ class _TrainersWorker:
         from benchmarks.train.cell.workload import WORKLOADS, made
 
         self.work = work
-        # DPOTrainer reads its reference model from the same folder.
+        # The model is saved to a folder. DPOTrainer also reads its reference model from this folder.
         made(WORKLOADS[f"{work['parameters']}-1x128"]).save_pretrained(f"{work['folder']}/model")
         torch.manual_seed(0)
         self.tokenizer = tokenizer()
@@ -407,8 +431,9 @@ class _TrainersWorker:
         def text(count: int) -> str:
             return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
 
-        # DPO computes two sequences for each example (the prompt with each of its two answers), so each sequence has
-        # half the length.
+        # DPO computes two sequences for each example: the prompt with the chosen answer, and the prompt with the
+        # rejected answer. Each sequence has half the length, so that an example has as many tokens with DPO as with
+        # SFT.
         length = work["length"] - 1 if work["trainer"] == "SFT" else work["length"] // 2 - 1
         half = length // 2
         texts = [text(length) for _ in range(_EXAMPLES)]
@@ -421,7 +446,10 @@ class _TrainersWorker:
         self.rows = Dataset.from_dict(rows)
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Trains, and measures `steps` steps after memascend has detected what the loop does: seconds, bytes, peak."""
+        """Trains; returns seconds, bytes and the memory peak of `steps` steps.
+
+        The first steps are not measured: in these steps, memascend detects the habits of the training loop.
+        """
         import trl
         from transformers import PrinterCallback, TrainerCallback
 
@@ -450,7 +478,8 @@ class _TrainersWorker:
                 f"{self.work['folder']}/model", args=config, train_dataset=self.rows, processing_class=self.tokenizer,
                 callbacks=[Clock()],
             )  # fmt: skip
-        # `Process.ask` would mistake the lines printed by PrinterCallback for the answer.
+        # PrinterCallback would print lines to standard output, and `Process.ask` would mistake these lines for the
+        # answer.
         trainer.remove_callback(PrinterCallback)
         if self.work["way"] == TURNS and self.work["trainer"] == "SFT":
             trainer.add_callback(substeps())
@@ -458,7 +487,8 @@ class _TrainersWorker:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         trainer.train()
         optimizer.close()
-        # `times` leaves out the warm-up steps, and the last step, which also writes what close() would write.
+        # `times` leaves out the warm-up steps and the last step. The last step is slower, because it also writes the
+        # data that `close()` would otherwise write.
         times = begun[_WARM_STEPS:-1]
         seconds = [after[0] - before[0] for before, after in itertools.pairwise(times)]
         moved = times[-1][1].since(times[0][1])

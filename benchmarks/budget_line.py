@@ -1,9 +1,12 @@
-"""Compares the bytes that a durable step moves at six budgets, from the default to all records in RAM, with a line.
+"""Compares the bytes that a training step moves, at six memory budgets, with a straight line.
 
-The line predicts the bytes. It begins at the bytes that a step moves with the default budget. It falls by the bytes
-that each byte of the RAM tier saves: of a parameter kept in RAM, a step moves the gradient and a sixteenth of the
-state. Bytes are the kernel's counts for the process, over the steps in which each record in RAM is written whole once,
-so a busy machine does not change them.
+The smallest budget is the default; the largest budget keeps all records in RAM. The line predicts the bytes of a step
+from the budget. The line begins at the bytes that a step moves with the default budget. Each byte that a larger budget
+adds lowers the line by the same amount. If a parameter is kept in RAM, a step moves only the parameter's gradient and,
+on average, a sixteenth of the parameter's state.
+
+The kernel counts the bytes that the process moves, so other programs on the machine do not change the result. The
+default of --steps is the number of steps in which memascend writes each record in RAM once.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 _LOG_STEPS, _WARM_STEPS, _PARTS = 16, 2, 5
-# Bytes that a step moves for a parameter that is not kept in RAM, by its dtype.
+# The bytes that a step moves for each parameter that is not kept in RAM, by the parameter's dtype.
 _MOVED = {"bfloat16": 26, "float32": 28}
-# Bytes of memory that a parameter kept in RAM takes, by its dtype.
+# The bytes of memory that each parameter takes if it is kept in RAM, by the parameter's dtype.
 _TAKEN = {"bfloat16": 14, "float32": 16}
-# Bytes that a step moves for a parameter kept in RAM: its gradient, and once in `_LOG_STEPS` steps 12 bytes of state.
+# The bytes that a step moves for each parameter that is kept in RAM, by the parameter's dtype. Each step writes the
+# gradient. Once in `_LOG_STEPS` steps, memascend also writes the 12 bytes of the parameter's state.
 _LOGGED = {"bfloat16": 2 + 12 / _LOG_STEPS, "float32": 4 + 12 / _LOG_STEPS}
 
 
@@ -29,8 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(_MOVED), default=list(_MOVED))
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a step; they change no bytes")
-    parser.add_argument("--steps", type=int, default=_LOG_STEPS, help="counted steps")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens in a step; the number of bytes does not depend on it"
+    )
+    parser.add_argument("--steps", type=int, default=_LOG_STEPS, help="number of measured steps")
     parser.add_argument("--storage", default=".", help="a folder on the disk to use")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
     options = parser.parse_args()
@@ -43,7 +49,9 @@ def main() -> None:
     for dtype, rows in found.items():
         count = rows[0]["parameters"]
         line = f"{_MOVED[dtype]} P - {(_MOVED[dtype] - _LOGGED[dtype]):.2f} (budget - default) / {_TAKEN[dtype]}"
-        print(f"{count:,} parameters in {dtype}, {options.tokens} tokens, {options.steps} steps; the line is {line}\n")
+        print(
+            f"{count:,} (P) parameters in {dtype}, {options.tokens} tokens, {options.steps} steps; the line is {line}\n"
+        )
         columns = (
             "kept in RAM",
             "budget, MB",
@@ -69,13 +77,14 @@ def main() -> None:
         ]
         print(table(columns, shown) + "\n")
     worst = max(abs(row["off"]) for rows in found.values() for row in rows)
-    print(f"at most {worst:.1%} of the bytes of the default budget off the line")
+    print(f"largest distance from the line: {worst:.1%} of the bytes that a step moves with the default budget")
 
 
 def _measured(options: argparse.Namespace, dtype: str, part: int) -> dict[str, Any]:
-    """Measures the budget that keeps `part` fifths of the parameters in RAM.
+    """Trains with the budget that keeps `part` fifths of the parameters in RAM; returns the measurements.
 
-    Adds the bytes that the line predicts, and how far the measured bytes are from them ("off").
+    "line" has the bytes that the line predicts. "off" has the difference of the measured bytes from the predicted
+    bytes, as a fraction of the bytes that a step moves with the default budget.
     """
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-line-") as folder:
         row = _trained(options, dtype, part, str(Path(folder, "run.store")))

@@ -1,10 +1,13 @@
-"""Measures steps that are clipped by the norm of all gradients, beside unclipped steps and steps of torch in memory.
+"""Measures training steps that clip gradients by the norm of all gradients.
 
-There are three tables. "habits" clips no step, each step, or every other step; with `gradients="auto"` memascend begins
-updates before the norm is known, with `gradients="ssd"` it waits for the norm. "memory" clips each step, beside the
-same training in memory. "first" compares the first steps of fresh processes with later ones. Each case trains in a
-process of its own; except for "first", the processes take turns. A large factor of the loss puts the norm of a step
-above the limit, a small factor puts it below.
+There are three tables. "habits" compares two options in loops that clip no step, each step, or every other step. With
+`gradients="auto"`, memascend begins updates before the norm is known. With `gradients="ssd"`, memascend waits for the
+norm. "memory" compares steps that memascend clips with unclipped steps, and with the same training in memory. "first"
+compares the first steps of new processes with later steps.
+
+Each case trains in a separate process. In "habits" and "memory", the processes take turns. The benchmark multiplies the
+loss by a factor: a large factor puts the norm above the limit, so the step is clipped; a small factor puts the norm
+below the limit.
 """
 
 from __future__ import annotations
@@ -26,28 +29,30 @@ from benchmarks.turns import Process, at_work, serve
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-# Each function decides by a step's number whether the step is clipped.
+# Each function gets the number of a step, and returns True if the benchmark clips this step.
 _HABITS: dict[str, Callable[[int], bool]] = {
     "never": lambda _: False,
     "always": lambda _: True,
     "every other": lambda step: step % 2 == 1,
 }
-# Two ways to clip: an option of `offload()`, or torch's function in the loop.
+# The two ways to clip gradients: the option `max_grad_norm` of `offload()`, or torch's function in the training loop.
 _OPTION, _FUNCTION = "max_grad_norm", "clip_grad_norm_"
 _IN_MEMORY, _UNCLIPPED = "torch in memory, clipped", "unclipped"
 _BY_OPTION, _BY_FUNCTION = f"clipped by {_OPTION}", f"clipped by {_FUNCTION}"
 _BESIDE: dict[str, dict[str, Any]] = {
     _IN_MEMORY: {"in_memory": True, "habit": "always", "clip": _FUNCTION},
-    # With "always" the loss is as large as in the other cases; without "clip" nothing clips.
+    # The habit "always" makes the loss of this case as large as the loss of the other cases. But the case has no
+    # "clip", so its gradients are not clipped.
     _UNCLIPPED: {"habit": "always"},
     _BY_OPTION: {"habit": "always", "clip": _OPTION},
 }
-# Factors of the loss: `_SMALL` puts the norm of the gradients far below its limit, `_LARGE` far above.
+# Factors of the loss. `_SMALL` puts the norm of the gradients far below its limit. `_LARGE` puts the norm far above its
+# limit.
 _SMALL, _LARGE = 1e-3, 1e3
-# The steps in which "auto" detects what the loop does.
+# The number of steps in which `gradients="auto"` detects how the training loop clips.
 _WARM_STEPS = 6
-# The table "first" shows `_FIRST` steps. The first step may take any time; each of the rest may take at most
-# `_MOST_OF_LATER` times as long as later steps.
+# The table "first" shows the first `_FIRST` steps. Step 1 may take any time. Each of the steps 2 to `_FIRST` may take
+# at most `_MOST_OF_LATER` times as long as a later step.
 _FIRST, _MOST_OF_LATER = 6, 1.15
 _CONFIDENCE, _RESAMPLES = 0.95, 4000
 
@@ -57,7 +62,7 @@ class _Table:
     """The cases, comparisons and default options of one table."""
 
     cases: Mapping[str, Mapping[str, Any]]
-    compared: Sequence[tuple[str, str, float | None]]  # a case, the case to divide it by, and the ratio's target
+    compared: Sequence[tuple[str, str, float | None]]  # (case, case to compare it with, largest ratio)
     least_tokens: int = 0  # steps of fewer tokens have no targets
     defaults: Mapping[str, Any]
 
@@ -88,7 +93,7 @@ _TABLES = {
             (_BY_FUNCTION, _UNCLIPPED, None),
             (_UNCLIPPED, _IN_MEMORY, None),
         ),
-        # A step of fewer tokens computes for too short a time to hide its update.
+        # With fewer tokens, the computation of a step is too short to hide the update.
         least_tokens=2048,
         defaults={"parameters": "500M", "batch": 4, "length": 512, "threads": 1, "rounds": 12, "steps": 2},
     ),
@@ -130,18 +135,20 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=_TABLES, default="habits")
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"))
-    parser.add_argument("--batch", type=int, help="sequences of a step")
-    parser.add_argument("--length", type=int, help="tokens of a sequence")
-    parser.add_argument("--threads", type=int, help="torch's threads in every case; 0: torch's own number")
-    parser.add_argument("--rounds", type=int, help='turns of each process; for "first": processes of each case')
-    parser.add_argument("--steps", type=int, help=f'steps of a turn; for "first": steps after the first {_FIRST}')
+    parser.add_argument("--batch", type=int, help="sequences in a step")
+    parser.add_argument("--length", type=int, help="tokens in a sequence")
+    parser.add_argument("--threads", type=int, help="number of torch's threads (0: torch's default)")
+    parser.add_argument("--rounds", type=int, help='turns of each process; for "first", processes of each case')
+    parser.add_argument("--steps", type=int, help=f'steps in a turn; for "first", steps after the first {_FIRST}')
     parser.add_argument(
         "--uncounted",
         type=int,
         default=1,
-        help="steps before those of a turn, as the disk may still write for another case",
+        help="unmeasured steps at the start of a turn, while the disk may still write for another case",
     )
-    parser.add_argument("--warm", type=int, default=_WARM_STEPS, help='steps before all turns, except for "first"')
+    parser.add_argument(
+        "--warm", type=int, default=_WARM_STEPS, help='warm-up steps of each process, except for "first"'
+    )
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write clipped_TABLE.txt and .json there")
     parser.add_argument("--baseline", metavar="FILE", type=Path, help="a .json of an earlier run, to compare with")
@@ -157,14 +164,16 @@ def _before(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the cases of an earlier run. Raises SystemExit if that run had other settings."""
     found = json.loads(path.read_text())
     if found.get("settings") != settings:
-        raise SystemExit(f"{path} is a measurement of {found.get('settings')}, not of {settings}")
+        raise SystemExit(
+            f"{path} was measured with {found.get('settings')}, this run uses {settings}: use the same options"
+        )
     cases: dict[str, Any] = found["cases"]
     return cases
 
 
 def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
     settings = found["settings"]
-    # The files of "habits" have no suffix, since it was the only table at first.
+    # The files of the table "habits" have no suffix, because "habits" was the first table.
     name = "clipped" if settings["table"] == "habits" else f"clipped_{settings['table']}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -176,9 +185,12 @@ def _write(folder: Path, found: Mapping[str, Any], text: str) -> None:
 
 
 def _by_turns(works: Mapping[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Keeps one process for each case. Each takes a turn in each round; every other round reverses the order."""
+    """Keeps one process for each case. In each round, each process takes one turn.
+
+    The order of processes is reversed in every second round.
+    """
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in works}
-    # Training in memory detects nothing, so one step warms it up.
+    # Training in memory does not detect habits of the loop, so one warm-up step is enough.
     warm = {name: {**work, "warm": 1 if work.get("in_memory") else options.warm} for name, work in works.items()}
     with at_work("clipped", warm, steps=1) as processes:
         for number in range(options.rounds):
@@ -211,9 +223,10 @@ def _log(number: int, name: str, turn: Mapping[str, Any]) -> None:
 
 
 def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarizes all turns of a case. "rounds" has the seconds of a step in each turn."""
+    """Summarizes all turns of a case. "rounds" has one value for each turn: the seconds of a typical step."""
     taken = [one for turn in turns for one in turn["seconds"]]
-    # A case that clips every other step has two kinds of steps: the median would be of one kind alone.
+    # If a case clips every other step, clipped and unclipped steps take different times. The median would be the time
+    # of only one kind of step, so this case uses the mean.
     middle = statistics.fmean if "other" in name else statistics.median
     return {
         "seconds": middle(taken),
@@ -230,10 +243,10 @@ def _summary(name: str, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns an interval for the median of the distribution, by order statistics: low end, high end, confidence.
+    """Returns a confidence interval of the median, from order statistics: its low end, its high end, its confidence.
 
-    The interval is the narrowest with a confidence of 95 % or more. Fewer than 6 values do not reach 95 %: their
-    interval goes from the least value to the largest.
+    The interval is the narrowest one with a confidence of at least 95 %. Fewer than 6 values cannot reach 95 %. For
+    them, the interval goes from the smallest value to the largest value.
     """
     ordered, count = sorted(values), len(values)
 
@@ -245,7 +258,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the ratio of two runs' medians and its 95 % interval, by the bootstrap since rounds do not form pairs."""
+    """Returns the ratio of the medians of two runs, and the 95 % interval of this ratio: ratio, low end, high end.
+
+    The interval comes from a bootstrap, which samples the rounds of each run separately. The rounds of two runs cannot
+    be compared in pairs, because the runs did not take turns.
+    """
     chance = random.Random(0)  # noqa: S311 - no secret
     ratios = sorted(
         statistics.median(chance.choices(new, k=len(new))) / statistics.median(chance.choices(old, k=len(old)))
@@ -300,7 +317,10 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 def _judged(ratios: Sequence[float], most: float | None) -> str:
-    """Returns a text with the median of `ratios`, its interval, and the verdict if there is a target (`most`)."""
+    """Returns a text with the median of `ratios` and its interval.
+
+    If `most` is given, the text also says whether the median is at most `most`.
+    """
     ratio = statistics.median(ratios)
     low, high, confidence = median_interval(ratios)
     verdict = "" if most is None else f"at most {most}: {'met' if ratio <= most else 'MISSED'}; "
@@ -310,7 +330,11 @@ def _judged(ratios: Sequence[float], most: float | None) -> str:
 
 
 def _of_later(cases: Mapping[str, Any]) -> list[str]:
-    """Returns lines with the median of each first step, and its ratio to the later steps of the same process."""
+    """Returns a table of the first steps, and verdicts.
+
+    The table has the median seconds of each first step, and the ratio of these seconds to the seconds of later steps in
+    the same process.
+    """
     from memascend.text import table
 
     rows, verdicts = [], []
@@ -330,9 +354,11 @@ def _of_later(cases: Mapping[str, Any]) -> list[str]:
 
 
 def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
-    """Returns a table that divides the values of `cases` by those of an earlier run, `before`.
+    """Returns a table that compares `cases` with the cases of an earlier run, `before`.
 
-    The values are the seconds of each case, and their ratio to the seconds of the first case.
+    The table has two ratios for each case. The first ratio divides the case's seconds in this run by the case's seconds
+    in the earlier run. The second ratio compares relative seconds in the same way: the case's seconds, divided by the
+    seconds of the first case of the same run.
     """
     from memascend.text import table
 
@@ -351,7 +377,7 @@ def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains one case, and makes steps whenever the main process asks for them."""
+    """Trains one case. Makes steps when the main process asks for steps."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -398,14 +424,17 @@ class _Worker:
         )
 
     def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
-        """Makes `uncounted` warm-up steps, then measures `steps` steps; returns their seconds, bytes and peaks."""
+        """Makes `uncounted` unmeasured steps, then `steps` measured steps.
+
+        Returns the seconds, bytes and memory peaks of the measured steps.
+        """
         from benchmarks import counters
         from memascend.cli import process
 
         for _ in range(uncounted):
             self._step()
         if self.every_other and steps % 2 == 1:
-            # An even number of steps has as many clipped steps as unclipped ones.
+            # Makes the number of steps even, so that the turn has as many clipped steps as unclipped steps.
             steps += 1
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -434,11 +463,14 @@ class _Worker:
         (loss * (_LARGE if large else _SMALL)).backward()
         norm = self._update()
         if norm is not None and (norm > 1.0) != large:
-            raise SystemExit(f"a norm of {norm} in a step that is {'' if large else 'not '}clipped")
+            raise SystemExit(f"the norm {norm} should be {'above' if large else 'at most'} 1: change _SMALL or _LARGE")
         self.done += 1
 
     def _update(self) -> float | None:
-        """Clips the gradients, updates the parameters, drops the gradients; returns the norm, None without a limit."""
+        """Clips the gradients, updates the parameters and drops the gradients.
+
+        Returns the norm, or None if nothing clips.
+        """
         import torch
 
         if self.memory is not None:

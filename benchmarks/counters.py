@@ -1,6 +1,6 @@
-"""Reads the kernel's counters for this process: bytes to and from devices, seconds run.
+"""Reads the kernel's counters for this process: bytes read from and written to devices, and processor seconds.
 
-Programs in a peer's environment import this file, so it imports nothing else of ours.
+This file imports only the standard library, because processes in DeepSpeed's environment also import it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Running totals at one moment; `since` subtracts the totals of an earlier moment."""
+    """The totals of the counters at one moment. `since` returns the differences from an earlier moment."""
 
     wall: float
     main_thread: float
-    """Seconds that the calling thread ran; it waited for the rest of `wall`."""
+    """Seconds that the calling thread ran on a processor. In the rest of `wall`, this thread waited."""
     processor: float
-    """Seconds that all threads ran."""
+    """Seconds that all threads of this process together ran on processors."""
     disk_busy: float
-    """Seconds in which the disk had requests, from any process."""
+    """Seconds in which the disk worked on requests of any process."""
     read: int
     """Bytes that this process read from devices."""
     written: int
@@ -34,7 +34,10 @@ class Counts:
 
 
 def counts(disk: Path | None = None) -> Counts:
-    """Returns the totals of this process, and of the disk of the path `disk`."""
+    """Returns the totals of this process.
+
+    If `disk` is a path, the totals include the busy seconds of the disk that has this path.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     moved = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return Counts(
@@ -48,7 +51,10 @@ def counts(disk: Path | None = None) -> Counts:
 
 
 def _disk_busy(path: Path) -> float:
-    """Returns the busy seconds of a path's disk; 0 if the kernel does not count them, as for network file systems."""
+    """Returns the busy seconds of the disk that has `path`; 0 if the kernel does not count them.
+
+    The kernel does not count them for network file systems.
+    """
     device = path.stat().st_dev
     try:
         words = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
@@ -58,7 +64,10 @@ def _disk_busy(path: Path) -> float:
 
 
 class MemoryTaken(threading.Thread):
-    """Samples the machine's available memory, which also falls if a driver pins memory outside of any process."""
+    """Samples the machine's available memory.
+
+    A driver may pin memory that the kernel counts for no process. Pinned memory still lowers the available memory.
+    """
 
     _EVERY = 0.02
 
@@ -75,7 +84,7 @@ class MemoryTaken(threading.Thread):
 
     @property
     def peak(self) -> int:
-        """The most bytes by which available memory shrank since this object was made."""
+        """The largest number of bytes by which the available memory shrank since this object was made."""
         return self._before - self._least
 
 

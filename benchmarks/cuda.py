@@ -1,13 +1,18 @@
-"""Trains the largest model that a disk holds on a GPU, with a tenth of its state in memory; reports time and bytes.
+"""Trains the largest model whose store fits on a disk, on a GPU; reports the time and the bytes of a step.
 
     python -m benchmarks.cuda --storage /mnt/nvme [--store 48GiB] [--card 24GiB] [--write benchmarks/results]
     python -m benchmarks.cuda --headline --storage /mnt/nvme [--write benchmarks/results]
 
-The model has Qwen2's shape, with 24 bytes of store for each parameter. It is made on "meta", initialised at random and
-trained in bfloat16 with its blocks recomputed. Host and device budgets are each a tenth of the bytes that training in
-memory holds (14 for each parameter). The bound is the time of a step whose compute, disk transfers and transfers over
-PCIe in both directions overlap without loss; each speed is measured in the same run. `--device cpu` runs the same code
-without a GPU. `--headline` measures README's predictions in eight minutes: see `benchmarks.headline`.
+The model has Qwen2's shape. Its store has 24 bytes for each parameter. The model is made on "meta", initialized at
+random and trained in bfloat16, and the backward recomputes its blocks. Training in memory would hold 14 bytes for each
+parameter. The host budget and the device budget are each a tenth of these bytes.
+
+The benchmark compares the time of a step with a bound. The bound is the time of a step whose computation, disk
+transfers and PCIe transfers in both directions overlap without loss. All speeds that the bound uses are measured in the
+same run.
+
+`--device cpu` runs the same code without a GPU. `--headline` measures README's predictions in eight minutes: see
+`benchmarks.headline`.
 """
 
 from __future__ import annotations
@@ -38,15 +43,17 @@ from memascend.text import bytes_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Bytes of a store for each parameter: two slots, each with its value, the rest of its master weight, and its moments.
+# The bytes of a store for each parameter. A store has two slots. Each slot has the parameter's value, the rest of its
+# fp32 master weight, and its two moments.
 STORE_BYTES = 24
-# Bytes that training in memory holds for each parameter, without the gradient: value, fp32 master weight and moments.
+# The bytes that training in memory holds for each parameter: value, fp32 master weight and two moments, but no
+# gradient.
 STATE_BYTES = 14
-# Each budget is the state's bytes divided by this.
+# Each budget is the bytes of the training state divided by `SHARE`.
 SHARE = 10
-# The part of the disk's free space that a run does not use.
+# The fraction of the disk's free space that a run leaves free.
 _SPARED = 0.1
-# Bytes of a copy that measures PCIe, many times as large as the copies of a step.
+# The bytes of each copy that measures the speed of PCIe. The copies of a training step are many times smaller.
 _COPY_BYTES = 256 << 20
 
 
@@ -54,7 +61,7 @@ _COPY_BYTES = 256 << 20
 
 
 def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
-    """Returns the config of the largest model of up to `parameters` parameters with Qwen2's proportions.
+    """Returns the config of the largest model that has Qwen2's proportions and at most `parameters` parameters.
 
     The width of the model is 48 to 96 times the number of its blocks.
     """
@@ -82,17 +89,22 @@ def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
             )
             found = total, made
     if found is None:
-        raise SystemExit(f"no model of this shape has as few as {parameters} parameters: give more storage")
+        raise SystemExit(
+            f"all models of this shape have more than {parameters} parameters: give more storage (--store)"
+        )
     return found[1]
 
 
 def recomputed(model: Any) -> None:
-    """Makes the backward recompute the model's blocks. The method has another name in old versions of transformers."""
+    """Turns on activation checkpointing: the backward recomputes the model's blocks.
+
+    Old versions of transformers have only `gradient_checkpointing_enable`.
+    """
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
 
 def bodiless(config: Qwen2Config) -> Any:
-    """Returns the model on "meta". The backward recomputes its blocks."""
+    """Returns the model on the device "meta", which stores no values. The backward recomputes the model's blocks."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     recomputed(model)
@@ -105,7 +117,7 @@ def count_of(model: torch.nn.Module) -> int:
 
 
 def tokens_of(config: Qwen2Config, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Returns a batch of tokens, the same in every call."""
+    """Returns a batch of tokens. Each call returns the same tokens."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(2, config.vocab_size, (batch, length), generator=generator).to(device)
 
@@ -117,7 +129,10 @@ class Run:
     """An offloaded model, its optimizer and its budgets."""
 
     def __init__(self, config: Qwen2Config, storage: Path, device: torch.device) -> None:
-        """Offloads the model with budgets of a tenth of its state. `raised` has the budgets that were too small."""
+        """Offloads the model with budgets of a tenth of its training state.
+
+        A budget that is too small is raised to the smallest budget that works. `raised` has the raised budgets.
+        """
         self.config, self.device = config, device
         self.model = bodiless(config)
         self.parameters = count_of(self.model)
@@ -149,10 +164,11 @@ class Run:
             return offloaded
 
     def step(self, tokens: torch.Tensor) -> dict[str, float]:
-        """Makes a step; returns the seconds of its parts, and the loss."""
+        """Makes a step; returns the seconds of the step and of its parts, and the loss."""
         at = [time.perf_counter()]
         loss = self.model(input_ids=tokens, labels=tokens).loss
-        # The device lags behind the host. `item()` waits for it, so the forward has ended once `item()` returns.
+        # The host queues work on the device without waiting. `item()` waits until the device has finished the forward,
+        # so that the seconds of the forward are complete.
         value = loss.item()
         at.append(time.perf_counter())
         loss.backward()
@@ -186,7 +202,10 @@ class Run:
 
 
 def longest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the longest length up to `limit` that fits: doubles from 512, and then adds eighths of the result."""
+    """Returns the longest length up to `limit` that fits.
+
+    The search doubles the length from 512 until it does not fit. Then it adds eighths of the last length that fitted.
+    """
     best = 0
     length = min(512, limit)
     while length <= limit and fits(length):
@@ -215,9 +234,10 @@ def _timed(work: Callable[[], object], device: torch.device, rounds: int = 3) ->
 
 
 def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Returns the seconds of a forward and a backward without I/O.
+    """Returns the seconds of a forward and of a backward without I/O.
 
-    They are extrapolated to all blocks from models of one block and of two blocks, which are whole on the device.
+    Measures two small models, one with one block and one with two blocks. Each small model fits on the device as a
+    whole. Computes the seconds of all blocks from the two measurements.
     """
     found = []
     for blocks in (1, 2):
@@ -243,7 +263,7 @@ def compute(config: Qwen2Config, tokens: torch.Tensor, device: torch.device) -> 
 
 
 def pcie(device: torch.device) -> dict[str, float]:
-    """Returns GB/s of copies from pinned memory to the device ("in") and back ("out"); empty on the CPU."""
+    """Returns GB/s of copies from pinned memory to the device ("in") and back ("out"); an empty dict on the CPU."""
     if device.type == "cpu":
         return {}
     ring = memascend.memory.ChunkRing(_COPY_BYTES, 1)
@@ -258,7 +278,10 @@ def pcie(device: torch.device) -> dict[str, float]:
 
 
 def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: dict[str, float]) -> dict[str, float]:
-    """Returns a step's seconds of compute, disk and PCIe; "step" has the seconds if all overlap without loss."""
+    """Returns the seconds that a step needs for computation, for the disk and for PCIe.
+
+    "step" has the seconds of a step in which all three overlap without loss.
+    """
     nothing = dict.fromkeys(seconds, 0.0)
     found = {
         "compute": sum(seconds.values()),
@@ -267,8 +290,9 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
     }
     if bus:
         ahead = plan.read_bytes.get("values, forward", 0) / bus["in"] / 1e9
-        # PCIe copies in both directions at once. The gradients that it copies to the host are as large as the trained
-        # values, so the bound takes their bytes from "values", which a step writes.
+        # PCIe carries both directions at the same time. In the backward, values go to the device and gradients go to
+        # the host. The gradients are as large as the trained values. So this code takes the bytes of "values", the
+        # trained values that a step writes to storage, as the bytes of the gradients.
         back = max(
             plan.read_bytes.get("values, backward", 0) / bus["in"], plan.written_bytes.get("values", 0) / bus["out"]
         )
@@ -282,12 +306,12 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
 
 
 def bandwidth(path: Path) -> dict[str, float]:
-    """Returns GB/s of the disk of `path`, by pattern of access."""
+    """Returns the GB/s of the disk that has `path`, for each access pattern."""
     return {pattern: speed.gb_per_second for pattern, speed in speeds_at(path).items()}
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Makes one run; returns all measurements."""
+    """Makes one run; returns all measurements of the run."""
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -385,7 +409,7 @@ def shown(values: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the run, prints the results, and writes them to the folder of --write."""
+    """Measures a run and prints the results. Also writes the results to the folder of --write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")
     parser.add_argument("--store", metavar="B", help="size of the store; default: nine tenths of free space")
@@ -394,17 +418,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, help="tokens of a sequence (2048; with --headline 1024)")
     parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps, after a first one")
-    parser.add_argument("--longest", type=int, default=0, metavar="N", help="look for the longest context up to N")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after one warm-up step")
+    parser.add_argument(
+        "--longest", type=int, default=0, metavar="N", help="also find the longest context, up to N tokens"
+    )
     parser.add_argument("--json", action="store_true", help="print values instead of the table")
     parser.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="also write cuda.txt and cuda.json, or headline's, there"
+        "--write",
+        type=Path,
+        metavar="FOLDER",
+        help="also write cuda.txt and .json (with --headline: headline.txt and .json) there",
     )
     headline.add_arguments(parser.add_argument_group("with --headline, in 60 GB of disk").add_argument)
     options = parser.parse_args(arguments)
     options.length = options.length or (1024 if options.headline else 2048)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device to measure; --device cpu tries this program without one", file=sys.stderr)
+        print("there is no CUDA device to measure. Pass --device cpu to try this program on the CPU", file=sys.stderr)
         return 1
     if options.headline:
         return headline.run(options)

@@ -1,11 +1,14 @@
-"""Measures host memory of the same model with more and more blocks, offloaded and in RAM.
+"""Measures the host memory of training for models with more and more blocks, offloaded and in RAM.
 
-Each depth trains in a process of its own: a Qwen2-shaped model of one width and dtype, made in RAM or on meta, with
-checkpointing. The process first trains a small model, which warms up torch and transformers; its memory after that is
-the baseline. The small model also changes a setting of the C library's heap. The setting is undone, so that the large
-model is made in the heap, as in a fresh process. The table has the peak of training and the memory after the last step
-("rest"), both beyond the baseline. In both cases a forward leaves bytes for each block (inputs of checkpoints, the
-graph). The runs in RAM measure these bytes, and "flat" is the peak without them.
+Each model trains in a separate process. All models have Qwen2's shape, the same width and dtype, and activation
+checkpointing. They are made in RAM, or on the device "meta". The process first trains a small model, which warms up
+torch and transformers. The memory of the process after this warm-up is the baseline. The warm-up also changes malloc's
+mmap threshold. The process sets the threshold back, so that the large model is allocated in malloc's heap, as in a
+process without a warm-up.
+
+The table has the peak of training, and the memory after the last step ("rest"), both without the baseline. Each block
+keeps some bytes from the forward until the backward: the input of its checkpoint, and autograd's graph. A block keeps
+the same bytes offloaded and in RAM. The runs in RAM measure these bytes. "flat" is the peak without these bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from benchmarks.show import lines
 
 _MIB = 1 << 20
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 768, 2048, 32_000
-# M_MMAP_THRESHOLD of malloc.h.
+# The value of M_MMAP_THRESHOLD in malloc.h.
 _M_MMAP_THRESHOLD = -3
 _LENGTH = 128
 _STEPS = 3
-# The promised limit of the growth of memory from the first depth to the last.
+# memascend promises that memory grows by at most this fraction from the first depth to the last depth.
 _GROWS_MAX = 0.05
 _COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat_mib", "rest_mib", "planned_mib")
 
 
 def main() -> None:
-    """Measures every depth, prints a table, and writes CSV and picture."""
+    """Measures every depth, prints a table, and writes a CSV file and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
     parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])
@@ -55,7 +58,7 @@ def main() -> None:
         for case in options.cases:
             with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-depth-") as folder:
                 work = {"depth": depth, "case": case, "gradients": options.gradients, "folder": folder}
-                # A model that trains in RAM cannot be made on meta.
+                # A model that trains in RAM needs its values, so it cannot be made on the device "meta".
                 work |= {"start": options.start if case == "offloaded" else "ram"}
                 work |= {"dtype": options.dtype, "width": options.width}
                 words = [sys.executable, __file__, "--work", json.dumps(work)]
@@ -82,7 +85,11 @@ def main() -> None:
 
 
 def _left_by_block(left: dict[int, int], inputs: int) -> float:
-    """Returns the bytes that a forward leaves for each block, from two depths in RAM; with one depth, `inputs`."""
+    """Returns the bytes that a forward leaves allocated for each block.
+
+    Computes the bytes from the smallest and the largest depth that trained in RAM. If fewer than two depths trained in
+    RAM, returns `inputs`, the bytes of one block's input.
+    """
     if len(left) > 1:
         first, last = min(left), max(left)
         return max(0.0, (left[last] - left[first]) / (last - first))
@@ -126,14 +133,14 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
     _close(optimizer)
     del small, optimizer
     gc.collect()
-    # Sets malloc's mmap threshold to 32 MiB, the highest one that glibc chooses without this call: it chooses 32 MiB
-    # after a tensor of that size has been freed.
+    # Sets malloc's mmap threshold to 32 MiB. 32 MiB is the highest threshold that glibc chooses itself, after a tensor
+    # of this size has been freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 32 << 20)
     baseline, at_rest = status("VmRSS"), status("RssAnon")
     made = _model(depth, width, start, dtype)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     model, optimizer = _made(made, case, gradients, f"{folder}/run")
-    # The peak of training must not include the peak of making the model.
+    # Resets the memory peak of the process. The peak of training must not include the peak of making the model.
     Path("/proc/self/clear_refs").write_text("5")
     left = _loop(model, optimizer, _VOCABULARY)
     added, rest = status("VmHWM") - baseline, status("RssAnon") - at_rest
@@ -143,7 +150,10 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
 
 
 def _model(depth: int, width: int, start: str, dtype: str) -> Any:
-    """Returns a model with the proportions of width 768. With width 64, for the warm-up, its vocabulary is small."""
+    """Returns a model whose proportions are the same for each width.
+
+    The warm-up passes a width of 64, and gets a small vocabulary.
+    """
     import torch
     import transformers
 
@@ -177,10 +187,11 @@ def _made(model: Any, case: str, gradients: str, storage: str) -> tuple[Any, Any
 
 
 def _loop(model: Any, optimizer: Any, vocabulary: int) -> int:
-    """Trains; returns the fewest bytes that a forward leaves allocated, without the first forward, which warms up.
+    """Trains; returns the smallest number of bytes that a forward leaves allocated.
 
-    The bytes are allocations of the C library, without Python's own objects. The growth of the process would miss
-    those that a forward takes from the heap's free memory.
+    The first forward is not counted, because it warms up. The bytes are allocations of the C library, without Python's
+    own objects. The growth of the process would be too small a number, because a forward also uses free memory of the
+    heap.
     """
     import torch
 
@@ -203,7 +214,7 @@ def _close(optimizer: Any) -> None:
 
 
 class _InRam:
-    """Trains without memascend: torch's fused AdamW on fp32 master weights."""
+    """Trains without memascend, with torch's fused AdamW on fp32 master weights."""
 
     def __init__(self, model: Any) -> None:
         import torch
@@ -228,7 +239,7 @@ class _InRam:
 
 
 class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
+    """The struct `mallinfo2` of glibc."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -248,7 +259,7 @@ def _allocated() -> int:
 
 
 def status(name: str) -> int:
-    """Returns a size from /proc/self/status, in bytes."""
+    """Returns the size `name` of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) << 10

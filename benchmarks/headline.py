@@ -1,10 +1,14 @@
-"""Measures README's regime on a CUDA machine: a model whose state is far larger than card and RAM, with large batches.
+"""Measures on a CUDA machine the case that README's table predicts: large batches, and too much state for card and RAM.
 
-The model is Qwen2.5 1.5B in bf16, with 24 GiB of the card, and host memory in proportion to 48 GiB for an 8 B model.
-`questions` chooses the number of tokens so that the planned ratio of a step's computation to its drive time is near the
-ratio of an 8 B model on an RTX 4090. It chooses the largest micro-batches that fit, and avoids steps longer than
-`_LONGEST`. Each cell is a process of its own, which is killed when the time of `--seconds` is over. In-memory torch has
-the whole card; the other systems have `--card` bytes of it.
+The model is Qwen2.5 1.5B in bf16. It gets 24 GiB of the card. It gets as much host memory for each parameter as a model
+of 8 B parameters gets from 48 GiB.
+
+`questions` chooses the number of tokens in a step. The ratio of the step's planned computation time to its planned
+drive time is near the ratio of an 8 B model on an RTX 4090. `questions` prefers the largest micro-batches that fit, and
+avoids steps that take longer than `_LONGEST` seconds.
+
+Each cell runs in a separate process. The process is killed when the time of `--seconds` is over. In-memory torch may
+use the whole card. Each other system may use `--card` bytes of it.
 """
 
 from __future__ import annotations
@@ -45,25 +49,31 @@ if TYPE_CHECKING:
     from memascend.cli.plan.answer import Answer, Question
     from memascend.plan.cost import Drive
 
-# The row of README that gives the proportions of host memory to parameters, and of computation to the drive's time.
+# The row of README's table whose two ratios the benchmark copies: host memory to parameters, and computation time to
+# drive time.
 _ROW = "llama-8b --gpu 4090 --drive 5,4 --host-memory 48GiB --length 1024 --tokens 32768 --accumulation-steps 2"
 _CLIPPED = "--one-after-the-other --max-grad-norm 1"
-# Seconds of the longest planned step: torch's cell and four of ours must end within eight minutes, with their set-up.
+# A chosen step has at most this number of planned seconds, if a step that short exists. The cell of torch and four
+# cells of memascend must end within eight minutes, including their set-up.
 _LONGEST = 15.0
-# The part of the card that a step may fill by its plan. Gaps between torch's tensors need the rest, and a Trainer
-# trains by layer if its plan fits into nine tenths.
+# The fraction of the card's memory that a step's plan may fill. torch needs the rest for gaps between tensors. The
+# fraction is below 0.9, because a Trainer trains by layer only if its plan fits into nine tenths of the memory.
 _PART = 0.85
-# The numbers of sequences in a micro-batch, and of micro-batches in a step, to choose from.
+# `questions` chooses the number of sequences in a micro-batch from `_SEQUENCES`, and the number of micro-batches in a
+# step from `_MICRO_BATCHES`.
 _SEQUENCES = (1, 2, 4, *range(8, 257, 8))
 _MICRO_BATCHES = range(2, 33)
-# The system of our cells: TRL's Trainer, or a loop if TRL is missing. Neither computes its loss from the logits of all
-# tokens at once.
+# The system that trains the cells of memascend: TRL's Trainer, or a plain loop if TRL is not installed. Neither of the
+# two computes the logits of all tokens at once for its loss.
 TRAINER = "memascend-trainer" if all(map(importlib.util.find_spec, ("trl", "datasets", "accelerate"))) else "memascend"
-# Steps of our cells. The warm-up steps fill the RAM tier, and memascend detects in them whether the loop clips.
+# The number of warm-up steps, and the number of measured steps, in the cells of memascend. In the warm-up steps,
+# memascend fills the RAM tier and detects whether the loop clips.
 _WARM, _STEPS = 2, 4
-# The swap buffers of DeepSpeed's state. `benchmarks.train.tuning` found no model that works with fewer.
+# The number of DeepSpeed's swap buffers for optimizer state. `benchmarks.train.tuning` found no model that trains with
+# fewer buffers.
 _STATE_BUFFERS = 12
-# The least seconds that a cell needs to import modules, fill the store and make a step.
+# A cell starts only if more than this number of seconds is left. It must import modules, fill the store and make a
+# step.
 _LEAST = 30.0
 TORCH, TURNS, LAYERS = "torch, in the card's memory", "one after the other", "by layer"
 
@@ -78,7 +88,7 @@ def _asked(words: str) -> Question:
 
 
 def _balance(question: Question, found: Answer) -> float:
-    """Returns a step's seconds of computation for each second of the drive."""
+    """Returns the ratio of a step's planned computation time to its planned drive time."""
     computed = sum(phase.parts["compute"] for phase in found.phases or () if "compute" in phase.parts)
     return computed / (disk_seconds(question, found) or math.nan)
 
@@ -86,9 +96,12 @@ def _balance(question: Question, found: Answer) -> float:
 def questions(
     options: argparse.Namespace, drive: Drive | None, storage: Path | None = None
 ) -> tuple[float, dict[str, Question]]:
-    """Returns the balance of README's row, and two questions for a clipped step: one after the other, and by layer.
+    """Returns the `_balance` of README's row, and two questions for `memascend plan`.
 
-    If the folder `storage` is given, the gradient log is as long as the free space of the folder's disk allows.
+    Both questions are about a step with the same number of sequences, and the step clips gradients. In the question
+    `TURNS`, the step computes its micro-batches one after the other. In the question `LAYERS`, the step computes its
+    micro-batches by layer. If the folder `storage` is given, the gradient log is as long as the free space of the
+    folder's disk allows.
     """
     row = _asked(f"{_ROW} {_CLIPPED}")
     wanted = _balance(row, answer(row))
@@ -110,21 +123,25 @@ def questions(
         in_turn, layered = (answer(way).seconds or math.inf for way in (step, layers))
         if short is None or max(in_turn, layered) < short[0]:
             short = max(in_turn, layered), {TURNS: step, LAYERS: layers}
-        # Users train by layer because it is faster, so it must be faster for the chosen step, too.
+        # Users train by layer because it is faster. So the chosen step must not be slower by layer than one after the
+        # other.
         if layered <= in_turn <= _LONGEST:
             return wanted, {TURNS: step, LAYERS: layers}
     if short is None:
-        raise SystemExit(f"no step of {options.model} by layer fits: give a larger --card")
+        raise SystemExit(f"no step of {options.model} fits the card by layer: pass a larger --card")
     return wanted, short[1]
 
 
 def _computes(options: argparse.Namespace) -> str:
-    """Returns `memascend plan`'s options for the device. They give a GPU only the memory that a step may fill."""
+    """Returns the options that describe the device to `memascend plan`.
+
+    For a GPU, the options give only the memory that a step may fill.
+    """
     if options.device == "cpu":
         return "--device cpu"
     gpu = parse_gpu(options.gpu) if options.gpu else gpu_here()
     if gpu is None:
-        raise SystemExit("the figures of this GPU are not known: --gpu TFLOPS,GB,PCIE_GB_S gives them")
+        raise SystemExit("memascend does not know the speed of this GPU: pass it as --gpu TFLOPS,GB,PCIE_GB_S")
     return f"--gpu {gpu.tflops},{_PART * _card(options) / 1e9},{gpu.link / 1e9}"
 
 
@@ -133,7 +150,10 @@ def _card(options: argparse.Namespace) -> int:
 
 
 def _affordable(question: Question, budget: int) -> Question:
-    """Returns the question with the budget `budget`, or with the smallest budget that works if `budget` is smaller."""
+    """Returns `question` with `budget` as its host memory.
+
+    Uses the smallest budget that works if `budget` is too small.
+    """
 
     def told(nbytes: int) -> Question:
         return replace(question, options=replace(question.options, host_memory=nbytes))
@@ -150,9 +170,10 @@ def _of(question: Question, sequences: int, count: int) -> Question:
 
 
 def _by_layer(turns: Question) -> Question | None:
-    """Returns the fastest step by layer that fits and has as many sequences as `turns`; None if no such step fits.
+    """Returns the question about a step by layer with the number of sequences of `turns`; None if no such step fits.
 
-    Among steps that take at most 2 % more than the fastest, it has the largest micro-batches.
+    The function compares steps with micro-batches of several sizes. It returns the step with the largest micro-batches
+    that takes at most 2 % longer than the fastest step.
     """
     asked: list[tuple[float, Question]] = []
     for count in (turns.micro_batches << power for power in range(8)):
@@ -160,7 +181,7 @@ def _by_layer(turns: Question) -> Question | None:
         for activations in ("device", "ssd") if sequences and not rest else ():
             options = replace(turns.options, accumulation_steps=1, activations=activations)
             one = replace(turns, sequences=sequences, micro_batches=count, options=options)
-            # The budget may be too small for activations on storage.
+            # A BudgetError means that the budget is too small for activations on storage. Such a step is skipped.
             with contextlib.suppress(BudgetError):
                 found = answer(one)
                 if not found.problems and found.seconds is not None:
@@ -170,12 +191,15 @@ def _by_layer(turns: Question) -> Question | None:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    """Returns the workload of `--model`, a name or a config.json as for `memascend plan`."""
+    """Returns the workload of `--model`.
+
+    As in `memascend plan`, `--model` is a model's name or the path of a config.json.
+    """
     path = Path(options.model)
     known = shape_named(path)
     config = known[1] if known else json.loads((path / "config.json" if path.is_dir() else path).read_text())
     if config["model_type"] != "qwen2":
-        raise SystemExit("--model must be one of Qwen2's shapes")
+        raise SystemExit("--model must name a model whose model_type is qwen2")
     return Workload(
         name=known[0] if known else path.name,
         layers=config["num_hidden_layers"],
@@ -194,7 +218,10 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A system, its workload and settings, and the question by which `memascend plan` predicts its step."""
+    """A measurement: a system, its workload and its settings.
+
+    `memascend plan` predicts the step from `question`.
+    """
 
     system: str
     work: Workload
@@ -204,7 +231,10 @@ class Cell:
 
 
 def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | None) -> dict[str, Cell]:
-    """Returns all cells, the most important ones first. `values` is the folder of a checkpoint."""
+    """Returns all cells, the most important cells first.
+
+    `values` is a checkpoint folder, from which memascend loads the model's weights.
+    """
     turns = asked[TURNS]
     step = replace(work, batch=turns.sequences, micro_batches=turns.micro_batches)
     found = {TORCH: Cell(system="torch", work=step, question=turns, warm=1)}
@@ -234,7 +264,7 @@ def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | 
 
 
 def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures all cells; returns the results. After each cell, `report` gets the results so far."""
+    """Measures all cells; returns the results. Calls `report` with the results so far after each cell."""
     until = time.monotonic() + options.seconds
     work = _workload(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
@@ -242,7 +272,7 @@ def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], Non
         drive, speeds = drive_at([folder])
         values_are_read = not options.cells or any(word not in TORCH for word in options.cells)
         if values_are_read:
-            # The checkpoint takes free space, so it is written before the plan counts the space for the stores.
+            # The checkpoint takes disk space, so it must be written before `questions` reads the disk's free space.
             ours.write(work, folder / "values")
         wanted, asked = questions(options, drive, folder)
         card = None if options.device == "cpu" else parse_gpu(f"1,{_card(options) / 1e9},1").usable
@@ -260,8 +290,8 @@ def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], Non
             "cells": {},
         }
         deepspeed = environment.found(options.deepspeed)
-        # If DeepSpeed is not installed, its cells fail at once. `able` leaves them out: only the other cells share the
-        # time.
+        # `able` has the cells that share the time. It leaves out DeepSpeed's cells if DeepSpeed is not installed,
+        # because they fail at once.
         able = [name for name, cell in chosen.items() if deepspeed or not SYSTEMS[cell.system].deepspeed]
         for one, cell in chosen.items():
             left = until - time.monotonic()
@@ -277,7 +307,10 @@ def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], Non
 
 
 def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the measurements of a cell, its plan, and the difference of its losses from those of torch's cell."""
+    """Returns the measurements and the plan of a cell.
+
+    Also returns how far the cell's losses differ from the losses of torch's cell.
+    """
     question, work = cell.question, cell.work
     about = {"system": cell.system, "step": f"{work.micro_batches} x {work.batch} x {work.length}"}
     if "error" in taken:
@@ -314,7 +347,10 @@ def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[s
 
 
 def _steps(taken: dict[str, Any]) -> list[float]:
-    """Returns the seconds of the measured steps; if the run still tried two ways, only those of the faster way."""
+    """Returns the seconds of the measured steps.
+
+    If memascend was still comparing two ways to write deferred updates, returns only the steps of the faster way.
+    """
     by_way: dict[str, list[float]] = {}
     for way, seconds in zip(taken["ways"], taken["seconds"]["step"], strict=True):
         by_way.setdefault(way, []).append(seconds)
@@ -322,12 +358,15 @@ def _steps(taken: dict[str, Any]) -> list[float]:
 
 
 def _peak(question: Question) -> float:
-    """Returns the device's peak operations a second."""
+    """Returns the largest number of operations that the device can compute in a second."""
     return (question.gpu.flops / REACHED) if question.gpu is not None else question.processor or math.nan
 
 
 def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
-    """Returns the plan's predictions for a cell of ours; `reached`: the part of the peak that torch's cell reached."""
+    """Returns the plan's predictions for a cell of memascend; an empty dict for other systems.
+
+    `reached` is the fraction of the device's peak speed that torch reached in its cell.
+    """
     question = cell.question
     if not cell.system.startswith("memascend"):
         return {}
@@ -365,8 +404,8 @@ def shown(values: dict[str, Any]) -> str:
                "GPU GiB (planned)", "host GiB (planned)", "B/param read + written (planned)", "losses")  # fmt: skip
     rows = [_row(name, cell) for name, cell in values["cells"].items()]
     notes = [
-        "of peak: with the operations of recomputation. planned s: with half of the peak. as torch computes: with the",
-        "part that torch reached. losses: the largest difference from torch's, unclipped and with decayed biases",
+        "of peak: includes the operations of recomputation. planned s: assumes half of the peak. as torch computes:",
+        "assumes the part that torch reached. losses: the largest difference from torch's, which clips no step",
     ]
     if not any(cell["system"] == "memascend-trainer" for cell in values["cells"].values()):
         notes.append("TRL, datasets or accelerate is not installed: memascend trained in a loop, with a chunked loss")
@@ -413,16 +452,16 @@ def _moved(cell: dict[str, Any], prefix: str) -> str:
 
 def add_arguments(add: Callable[..., Any]) -> None:
     """Adds the options for `--headline` to those of `benchmarks.cuda`."""
-    add("--headline", action="store_true", help="measure a 1.5 B model in the regime of README's table instead")
+    add("--headline", action="store_true", help="instead, measure a 1.5 B model as in README's table")
     add("--model", default="qwen2.5-1.5b", help="a shape of Qwen2, by its name or config.json (%(default)s)")
     add("--gpu", metavar="TFLOPS,GB,PCIE_GB_S", help="the GPU's figures (default: those known to `memascend plan`)")
-    add("--seconds", type=float, default=480.0, help="time for all cells together (%(default).0f)")
+    add("--seconds", type=float, default=480.0, help="seconds for all cells together (%(default).0f)")
     add("--cells", nargs="+", metavar="WORD", help="only cells whose name has one of these words")
     add("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and prints; writes the results after each cell."""
+    """Measures all cells and prints the results. Also writes the results to the folder of --write after each cell."""
 
     def report(values: dict[str, Any]) -> None:
         if options.write:

@@ -1,10 +1,13 @@
-"""Measures a step's seconds and memory with several mmap thresholds: the sizes from which malloc maps allocations.
+"""Measures the seconds and the memory of a step with several values of malloc's mmap threshold.
 
-Each model trains in a process of its own for each threshold. The processes take turns, so that a drift of the machine
-affects all of them alike. "ours" is the default of memascend (`rust/mem/src/heap.rs`), "none" leaves the heap alone
-(`MEMASCEND_MALLOC=system`). A number is set as the threshold by glibc's own environment variables: it applies from the
-start of the process, so that the model is not made in the heap. The table has the median seconds of a step, and the
-bytes by which the peak of training exceeds the process's memory before the model was made.
+malloc puts an allocation of at least this size into a separate memory mapping, not into its heap. For each model and
+each threshold, the benchmark trains in separate processes. The processes take turns, so that a change of the machine's
+speed affects all thresholds.
+
+"ours" is the default of memascend (`rust/mem/src/heap.rs`). "none" does not change malloc's settings
+(`MEMASCEND_MALLOC=system`). For a number, the environment variables of glibc set the threshold. This threshold already
+applies while the model is made. The table has the median seconds of a step, and the added bytes: the memory peak of
+training, minus the memory of the process before the model was made.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", nargs="+", choices=_SHAPES, default=["125M"])
     parser.add_argument("--thresholds", nargs="+", choices=_THRESHOLDS, default=list(_THRESHOLDS))
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of the sequence (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens in the sequence (%(default)s)")
     parser.add_argument("--gradients", choices=("auto", "fused", "ssd", "ram"), default="fused")
-    parser.add_argument("--host-memory", help="the budget (default: offload()'s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
+    parser.add_argument("--host-memory", help="the budget (default: the default of offload())")
+    parser.add_argument("--rounds", type=int, default=3, help="number of processes for each threshold")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps of a process")
     parser.add_argument("--storage", default=".", help="a folder on the disk to train from")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -86,7 +89,10 @@ def _summary(made: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model; returns the seconds of each step, and the most bytes that training added to the process."""
+    """Trains a model; returns the seconds of each step, and "added".
+
+    "added" is the largest number of bytes that training added to the memory of the process.
+    """
     import torch
     import transformers
 
@@ -109,7 +115,7 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = memascend.offload(model, optimizer, storage=f"{folder}/store", device="cpu", **options)
-    # The peak of training must not include the peak of making the model.
+    # Resets the memory peak of the process. The peak of training must not include the peak of making the model.
     Path("/proc/self/clear_refs").write_text("5")
     batch = torch.randint(0, words, (1, tokens))
     seconds = []
@@ -120,7 +126,8 @@ def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, 
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-        # Training does not allocate the mapped pages of files, so the bytes mapped at this point are subtracted.
+        # VmHWM includes mapped pages of files and shared memory. Training does not allocate these pages, so the pages
+        # that are mapped now are subtracted.
         added = status("VmHWM") - status("RssFile") - status("RssShmem") - before
     return {"seconds": seconds[_WARM_STEPS:], "added": added}
 

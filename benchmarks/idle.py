@@ -1,10 +1,13 @@
-"""Shows when the disk is idle in a training step, by the disk's counters: `python -m benchmarks.idle`.
+"""Shows when the disk is idle in a training step: `python -m benchmarks.idle`.
 
-A separate process reads the disk's counters every 10 ms, while the model of a workload trains offloaded. For each part
-of a step, the table has its seconds, the seconds in which no request was in flight, the average number of requests in
-flight, and the GB/s moved. A line below the table has the GB/s of fio (huge pages, 1 MiB, depth 16) with the step's mix
-of reads and writes, right before the steps and right after, and the ratio of a step's seconds to the seconds in which
-fio moves as many bytes. The picture has the last two steps.
+A separate process reads the disk's counters every 10 ms, while memascend trains the model of a workload. For each part
+of a step, the table has the seconds of the part, the seconds in which no request was in flight, the average number of
+requests in flight, and the GB/s moved.
+
+A line below the table compares the step with fio. fio runs right before the steps and right after the steps. It uses
+huge pages, requests of 1 MiB, and depth 16. The proportion of reads to writes is the same as in the step. The line has
+fio's GB/s. It also has the ratio of the step's seconds to the seconds in which fio moves the same number of bytes. The
+picture shows the last two steps.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from benchmarks.train.cell.workload import WORKLOADS, tokens
 from memascend.errors import ConfigError
 from memascend.text import open_pyplot, table
 
-# The program of the sampling process. It reads only the clock and the disk's counters, and delays no training thread.
+# The program of the process that reads the disk's counters. It does nothing else, so it does not delay the training.
 SAMPLER = """
 import json, select, sys, time
 path, seconds = sys.argv[1], float(sys.argv[2])
@@ -52,9 +55,11 @@ def main() -> None:
     parser.add_argument("--workload", choices=WORKLOADS, default="125M-1x128")
     parser.add_argument("--system", choices=[name for name, way in SYSTEMS.items() if way.module == "ours"],
                         default="memascend")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=6, help="measured steps, after two others (6)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after two warm-up steps (6)")
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to measure (here)")
-    parser.add_argument("--write", type=Path, help="a folder for idle.txt, and idle.png of the last two steps")
+    parser.add_argument(
+        "--write", type=Path, help="a folder for idle.txt and idle.png; the picture shows the last two steps"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         spans, samples, peer = measured(options, Path(folder))
@@ -68,7 +73,11 @@ def main() -> None:
 def measured(
     options: argparse.Namespace, folder: Path
 ) -> tuple[list[tuple[str, float, float]], list[list[float]], str]:
-    """Returns the parts of the steps as (name, begin, end), the samples of the disk's counters, and the line on fio."""
+    """Returns the parts of the steps, the samples of the disk's counters, and the line that compares a step with fio.
+
+    Each part of a step is (name, begin, end). Each sample is (time, sectors read, sectors written, requests in flight,
+    queue time).
+    """
     work = WORKLOADS[options.workload]
     ours.ready()
     system = ours.begin(work, SYSTEMS[options.system].settings, folder)
@@ -106,7 +115,7 @@ def measured(
 
 
 def _peer(folder: Path, moved: dict[str, float]) -> float:
-    """Returns fio's GB/s with a step's mix of reads and writes; 0 if a step moves nothing."""
+    """Returns fio's GB/s. fio reads and writes in the proportion of `moved`. Returns 0 if `moved` has no bytes."""
     together = moved["read"] + moved["written"]
     if not together:
         return 0.0
@@ -134,12 +143,18 @@ def _counters(folder: Path) -> Path:
     device = folder.stat().st_dev
     path = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
     if not path.exists():
-        raise ConfigError(f"{folder} is on no disk that has counters in /sys; name a folder on one with --storage")
+        raise ConfigError(
+            f"the disk of {folder} has no counters in /sys: choose a folder on another disk with --storage"
+        )
     return path
 
 
 def between(samples: list[list[float]]) -> list[dict[str, float]]:
-    """Returns for each pair of consecutive samples: GB/s read and written, mean requests in flight, idle seconds."""
+    """Returns one dict for each pair of consecutive samples.
+
+    Each dict has the GB/s read and written, the mean number of requests in flight, and the idle seconds between the
+    samples.
+    """
     found = []
     for (at, read, written, out, queued), (until, *later) in itertools.pairwise(samples):
         seconds = until - at
@@ -149,14 +164,15 @@ def between(samples: list[list[float]]) -> list[dict[str, float]]:
             "read": (later[0] - read) * _SECTOR / 1e9 / seconds,
             "written": (later[1] - written) * _SECTOR / 1e9 / seconds,
             "queue": (later[3] - queued) / 1e3 / seconds,
-            # The kernel's own busy time is too coarse: it advances in ticks of some ms.
+            # The kernel also counts busy time, but only in ticks of some milliseconds, which is too coarse for these
+            # samples.
             "idle": seconds if not (out or later[2] or moved) else 0.0,
         })  # fmt: skip
     return found
 
 
 def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]) -> str:
-    """Returns the table, with medians over the steps."""
+    """Returns the table of the parts of a step. Each value is the median over all steps."""
     moments = between(samples)
     rows = []
     for part in (*_PARTS, "a step"):
@@ -177,7 +193,10 @@ def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], sa
 
 
 def _within(moments: list[dict[str, float]], begin: float, end: float) -> dict[str, float]:
-    """Returns means and idle seconds from `begin` to `end`; weights each moment by the part of it in that time."""
+    """Returns mean speeds, the mean queue, and the idle seconds between `begin` and `end`.
+
+    The weight of each moment is the number of its seconds that lie between `begin` and `end`.
+    """
     seconds = end - begin
     parts = [(moment, max(0.0, min(end, moment["until"]) - max(begin, moment["at"]))) for moment in moments]
     mean = {name: sum(moment[name] * part for moment, part in parts) / seconds for name in ("read", "written", "queue")}

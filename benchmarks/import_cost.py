@@ -1,4 +1,4 @@
-"""Measures seconds and memory of `import memascend` beside `import torch`, each in its own interpreter."""
+"""Measures the seconds and the memory that `import memascend` and `import torch` take, each in a new interpreter."""
 
 from __future__ import annotations
 

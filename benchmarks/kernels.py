@@ -1,6 +1,7 @@
-"""Measures the CPU kernels beside torch's operations, DeepSpeed's cpu_adam, bitsandbytes and torchao.
+"""Compares memascend's CPU kernels with the kernels of torch, DeepSpeed (cpu_adam), bitsandbytes and torchao.
 
-Our kernels and the peers get the same tensors and as many threads. The peers cast into buffers allocated beforehand.
+memascend's kernels and the kernels of the other libraries ("peers") get the same tensors and the same number of
+threads. The buffers into which the peers cast are allocated before the measurement.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Row:
 
     name: str  # the kernel and its dtypes
     peer: str  # the name of the peer
-    seconds: tuple[float, float]  # seconds of one call, ours and the peer's: medians of interleaved rounds
-    extra: tuple[int, int]  # bytes that one call allocates at its peak, beside its arguments: ours and the peer's
+    seconds: tuple[float, float]  # median seconds of one call: of our kernel, of the peer
+    extra: tuple[int, int]  # bytes that one call allocates at its peak: our kernel, the peer
 
     @property
     def ratio(self) -> float:
-        """The peer's seconds divided by ours."""
+        """The seconds of the peer, divided by the seconds of our kernel."""
         return self.seconds[1] / self.seconds[0]
 
 
@@ -47,8 +48,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
-    parser.add_argument("--elements", type=int, default=64, metavar="MI", help="Mi elements (default 64)")
-    parser.add_argument("--threads", type=int, default=None, metavar="N", help="default: torch's own number")
+    parser.add_argument(
+        "--elements", type=int, default=64, metavar="MI", help="size of a tensor in Mi elements (default 64)"
+    )
+    parser.add_argument("--threads", type=int, default=None, metavar="N", help="threads (default: torch's)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
     _measure(parser.parse_args(words))
 
@@ -112,11 +115,11 @@ def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Ro
 
 
 def _peak_bytes(call: Call) -> int:
-    """Returns the most bytes by which the resident set grows while `call` runs."""
+    """Returns the largest number of bytes by which the process's resident memory grows while `call` runs."""
     process.restart_peak()
     before = process.resident()
     call()
-    # Python and thread stacks may take up to 1 MiB, so a smaller rise is not the call's memory.
+    # A rise of up to 1 MiB may come from Python and from the stacks of threads, so it counts as 0.
     rise = process.resident_peak() - before
     return rise if rise > 1 << 20 else 0
 

@@ -1,10 +1,10 @@
-"""Measures the memory bandwidth that the GPU kernels reach, beside torch's own operations.
+"""Measures the memory bandwidth of memascend's GPU kernels, and compares their speed with torch's operations.
 
     python -m benchmarks.kernels_gpu [--mebibytes N] [--json]
 
-The table shows the bandwidth of each kernel, also as a fraction of the bandwidth of a plain copy in the same run.
-Rounds are interleaved. The seconds are medians from CUDA events, around work that was queued while the device was busy,
-as in a step.
+The table shows the bandwidth of each kernel, in GB/s and as a fraction of the bandwidth of a plain copy in the same
+run. Each round runs every case once. CUDA events measure the seconds of each call, and the result is the median of all
+rounds. As in a training step, the host queues the call while the device is still busy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROUNDS = 25
-# Clock cycles for which the device is kept busy before each call. Meanwhile the host queues the call.
+# Before each call, the device is kept busy for this number of clock cycles. In this time, the host queues the call.
 _AHEAD = 1_000_000
 
 
 def seconds(cases: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Returns the seconds of one call of each case on the device: the median of interleaved rounds."""
+    """Returns for each case the median seconds of one call on the device. Each round runs every case once."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for call in cases.values():
         call()
@@ -59,13 +59,13 @@ def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
             "copy": lambda: copy.copy_(grad),  # noqa: B023
             "ours": lambda: kernels.check_and_unscale(grad),  # noqa: B023
             "isinf.any or isnan.any": lambda: grad.isinf().any() | grad.isnan().any(),  # noqa: B023
-            # Our kernel also computes the norm; unlike torch, it sums exactly.
+            # Our kernel also computes the norm. Unlike torch's norm, this norm is an exact sum.
             "isinf.any or isnan.any, norm": lambda: (
                 grad.isinf().any() | grad.isnan().any(),  # noqa: B023
                 torch.linalg.vector_norm(grad, dtype=torch.float32),  # noqa: B023
             ),
         }
-        # torch has no such operation for bf16, since GradScaler is for fp16.
+        # torch does not have the following operation for bf16, because GradScaler needs it only for fp16.
         if dtype != torch.bfloat16:
             cases["_amp_foreach_non_finite_check_and_unscale_"] = (
                 lambda: torch._amp_foreach_non_finite_check_and_unscale_([grad], found, scale)  # noqa: B023
@@ -80,7 +80,7 @@ def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
 
 
 def adam_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
-    """Measures AdamW with a bf16 gradient and a bf16 parameter; returns a row like those of `check_rows`."""
+    """Measures AdamW with a bf16 gradient and a bf16 parameter; returns one row with the columns of `check_rows`."""
     numel = nbytes // 4
     master, m, v, grad32 = (torch.full((numel,), x, device="cuda") for x in (0.02, 1e-3, 1e-3, 1e-2))
     grad, out = grad32.bfloat16(), master.bfloat16()
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("there is no CUDA device to measure", file=sys.stderr)
+        print("there is no CUDA device to measure: run this on a machine with a GPU", file=sys.stderr)
         return 1
     nbytes = options.mebibytes << 20
     rows = check_rows(nbytes) + adam_rows(nbytes)

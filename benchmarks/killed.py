@@ -1,13 +1,15 @@
-"""Kills `memascend train` again and again, and draws its losses beside those of an undisturbed run.
+"""Kills `memascend train` again and again, and compares its losses with the losses of an undisturbed run.
 
     python -m benchmarks.killed --folder /mnt/nvme --layers 20 --width 2048 --minutes 60 --write benchmarks/results
 
-Both runs train the same model (which `examples/small_model.py` makes) on text that every machine has, by the command
-that a user types. SIGKILL ends the first run at moments drawn at random over --minutes, while the run loads, opens its
-store or makes a step; the same command starts it again. The second run then makes as many steps undisturbed. The result
-has the number of bit-identical losses, the number of steps before each kill, and the seconds until the next step was
-done. Without --layers, the model is the largest one whose run fits on the folder's disk. An hour with 1.8 B parameters
-on two cores takes two hours in all.
+Both runs train the same model on the same text, with the command that a user types. `examples/small_model.py` makes the
+model and the text. The benchmark kills the first run with SIGKILL at random moments within --minutes. At such a moment,
+the run may be loading, opening its store, or making a step. After each kill, the same command starts the run again. The
+second run then makes the same number of steps undisturbed.
+
+The result has the number of bit-identical losses. For each kill, it has the number of steps before the kill, and the
+seconds from the next start until the next step was done. Without --layers, the model is the largest model whose run
+fits on the folder's disk. With 1.8 B parameters, two cores and --minutes 60, the benchmark takes two hours in all.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "small_model.py"
-# Bytes on disk for each parameter: in the model, in its store with two slots, and in the model saved at the end.
+# The bytes on disk for each parameter: in the model's files, in the store (which has two slots), and in the model that
+# is saved at the end.
 _BYTES_A_PARAMETER = 34
 _KEPT_FREE = 4 << 30
 _VOCABULARY = 4096
-# The total of steps of the killed run. Its progress bar has this total, unlike other bars, such as that of tokenizing.
+# The number of steps for which the killed run is started. `Run.steps` finds the progress bar of the training by this
+# number. Other progress bars, such as the bar of tokenizing, have other totals.
 _STEPS_MAX = 1_000_000
-# The most seconds that a run may take to end.
+# The largest number of seconds that a run may take.
 _ENDS_SECONDS = 4 * 3600
 
 
@@ -47,16 +51,16 @@ def main() -> None:
     """Makes both runs, compares them, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="a folder on the disk for the stores (here)")
-    parser.add_argument("--layers", type=int, help="layers of the model (as many as the disk holds)")
+    parser.add_argument("--layers", type=int, help="layers of the model (default: as many as the disk holds)")
     parser.add_argument("--width", type=int, default=2048, help="width of the model, a multiple of 64 (2048)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the model (%(default)s)"
     )
-    parser.add_argument("--minutes", type=float, default=60, help="from the first start to the last kill (60)")
+    parser.add_argument("--minutes", type=float, default=60, help="minutes from the first start to the last kill (60)")
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step (4)")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of a micro-batch (256)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches in a step (4)")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens in a micro-batch (256)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments at which the run is killed")
     parser.add_argument("--write", type=Path, help="a folder for killed.txt, killed.json and killed.png")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="memascend-bench-") as folder:
@@ -78,7 +82,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(said.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
     kills = killed.run_with_kills()
-    # Runs to the end of the step that the last kill interrupted.
+    # The killed run completes one more step, which the last kill interrupted.
     killed.run(kills[-1]["steps"] + 1)
     losses = killed.losses()
     killed.remove()
@@ -96,14 +100,17 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def largest(folder: Path, width: int) -> int:
-    """Returns the most layers whose run fits on the disk: the first run is removed before the second begins."""
+    """Returns the largest number of layers with which one run fits on the disk.
+
+    The disk needs space for only one run, because the first run is removed before the second run begins.
+    """
     block = 4 * width * width + 3 * 3 * width * width
     parameters = (shutil.disk_usage(folder).free - _KEPT_FREE) / _BYTES_A_PARAMETER - 2 * _VOCABULARY * width
     return max(1, int(parameters / block))
 
 
 class Run:
-    """One run of `memascend train`, through all its restarts, in a folder of its own."""
+    """One run of `memascend train`, with all its restarts. The run has a separate folder."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, name: str) -> None:
         self.options, self.folder = options, folder / name
@@ -118,14 +125,14 @@ class Run:
             "--gradient_accumulation_steps", str(options.accumulate), "--learning_rate", "1e-4",
         ]  # fmt: skip
         if options.dtype == "float32":
-            # TRL's default turns autocast on.
+            # TRL turns on bf16 autocast by default. `--bf16 false` turns it off.
             self._words += ["--bf16", "false"]
 
     def run_with_kills(self) -> list[dict[str, Any]]:
         """Starts the run again and again, and kills it at random moments.
 
-        Returns for each kill the seconds since the first start, the steps done, and the seconds from the next start to
-        the end of its first step.
+        Returns for each kill the seconds since the first start, the number of steps done, and the seconds from the next
+        start until the next step was done.
         """
         rng = random.Random(self.options.seed)  # noqa: S311 - no secret
         until = 60 * self.options.minutes
@@ -138,7 +145,9 @@ class Run:
                 last = kills[-1] if kills else None
                 while time.monotonic() < began + moment:
                     if process.poll() is not None:
-                        sys.exit(f"{self._said()}\nthe run ended before it was killed, with {process.returncode}")
+                        sys.exit(
+                            f"{self._said()}\nthe run ended before it was killed, with status {process.returncode}"
+                        )
                     if last and "seconds_to_the_next_step" not in last and self.steps() > last["steps"]:
                         last["seconds_to_the_next_step"] = time.monotonic() - started
                     time.sleep(0.05)
@@ -151,12 +160,12 @@ class Run:
         began = time.monotonic()
         with self._begun(steps) as process:
             if process.wait(_ENDS_SECONDS):
-                sys.exit(f"{self._said()}\nthe run ended with {process.returncode}")
+                sys.exit(f"{self._said()}\nthe run failed with status {process.returncode}; its output is above")
         return time.monotonic() - began
 
     @contextlib.contextmanager
     def _begun(self, steps: int) -> Iterator[subprocess.Popen[bytes]]:
-        """Yields a process of the command; kills it at the end, unless it has ended."""
+        """Starts the command and yields its process. At the end, kills the process if it still runs."""
         words = [*self._words, "--max_steps", str(steps)]
         with (self.folder / "said").open("ab") as said:
             process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
@@ -193,7 +202,7 @@ class Run:
 
 
 def shown(options: argparse.Namespace, found: dict[str, Any]) -> str:
-    """Returns as text the table of kills, and how many losses are equal."""
+    """Returns a text with the table of kills and the number of equal losses."""
     equal = sum(one == other for one, other in zip(found["killed"], found["whole"], strict=True))
     rows = [
         (

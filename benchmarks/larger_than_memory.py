@@ -1,11 +1,12 @@
-"""Trains, saves and resumes a language model three times as large as memory, and kills its process on the way.
+"""Trains, saves and resumes a language model that is three times as large as memory.
 
     python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 
-Each part runs in a process of its own, in a memory cgroup. The cgroup's limit is `--limit`, and does not include the
-memory that importing torch, transformers and memascend takes: each process is forked from a parent that imported them,
-and copies the parent's pages before it enters the cgroup. The weights are three times the limit, the training state 21
-times. Needs root, for the cgroups.
+The benchmark also kills the training process and resumes the training from its store. Each part of the benchmark runs
+in a separate process, in a memory cgroup with the limit `--limit`. The limit does not include the memory of imported
+modules (torch, transformers, memascend). For this, the parent process imports these modules, and each forked process
+copies the parent's pages before it enters its cgroup. The weights are three times as large as the limit, and the
+training state is 21 times as large. The benchmark needs root, because it makes cgroups.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # otherwise imported by the first step
+import torch._dynamo  # so that the first step does not import it
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -41,18 +42,18 @@ from memascend.text import bytes_shown, seconds_shown, table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The bytes by which the budget exceeds the smallest one.
+# The budget is the smallest budget that works, plus this number of bytes.
 _MORE_BYTES = 4 << 20
-# This advice of madvise() exists in Linux 5.14 and later.
+# The value of MADV_POPULATE_WRITE, an advice of madvise() in Linux 5.14 and later.
 _MADV_POPULATE_WRITE = 23
-# From linux/prctl.h.
+# The value of PR_SET_PDEATHSIG in linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 SAVED_AT, KILLED_AFTER, LAST = 2, 3, 4
 LENGTH = 64
 
 
 def config(nbytes: int, width: int) -> Qwen2Config:
-    """Returns the configuration of a model with just enough blocks for weights of `nbytes` bytes or more."""
+    """Returns the configuration of the smallest model of this width whose weights have at least `nbytes` bytes."""
     heads, inner, vocabulary = 8, 11 * width // 4, 1024
     block = 2 * width * width + 2 * width * width // 4 + 3 * width * inner
     blocks = max(2, (nbytes // 2 - 2 * vocabulary * width) // block + 1)
@@ -70,15 +71,15 @@ def config(nbytes: int, width: int) -> Qwen2Config:
 
 
 def bodiless(made: Qwen2Config) -> Any:
-    """Returns the model on "meta"."""
+    """Returns the model on the device "meta", which stores no values."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16)
 
 
 def write_shards(made: Qwen2Config, folder: Path, limit: int) -> int:
-    """Writes random weights as safetensors files with an index, like a large model's on Hugging Face.
+    """Writes random weights as several safetensors files with an index.
 
-    Returns the bytes of all weights.
+    Large models on Hugging Face have such files. Returns the bytes of all weights.
     """
     folder.mkdir()
     dice = torch.Generator().manual_seed(0)
@@ -115,7 +116,10 @@ def logits(model: Any) -> torch.Tensor:
 
 
 class Part:
-    """The parts of the benchmark. Each runs in its own process, and reports values to the parent process by `say`."""
+    """The parts of the benchmark. Each part is a method: `created`, `resumed` or `continued`.
+
+    Each part runs in a separate process, which calls `say` to report values to the parent process.
+    """
 
     def __init__(self, made: Qwen2Config, folder: Path, say: Callable[[str, Any], None]) -> None:
         self.made = made
@@ -123,7 +127,7 @@ class Part:
         self.say = say
 
     def begin(self, storage: str, **options: Any) -> None:
-        """Offloads the model, which is on "meta"."""
+        """Makes the model on the device "meta" and offloads it."""
         self.model = bodiless(self.made)
         self.model.activation_checkpointing_enable()
         self.model.train()
@@ -154,7 +158,7 @@ class Part:
         self.say("generated", made.tolist())
 
     def created(self) -> None:
-        """Trains from the shards, saves a checkpoint, and trains on until the process is killed."""
+        """Trains from the weights in `shards` and saves a checkpoint. Then trains until the process is killed."""
         self.begin("store", weights=self.folder / "shards")
         self.say("plan", self.optimizer.plan.host_peak)
         self.train(SAVED_AT)
@@ -184,7 +188,11 @@ class Part:
 
 
 def own_what_is_there() -> None:
-    """Copies the pages that this forked process shares with its parent, so that its cgroup is not charged for them."""
+    """Copies the pages that this forked process shares with its parent.
+
+    The process calls this function before it enters its cgroup. The kernel then does not count these pages in the
+    cgroup.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.malloc_trim(0)
     page = os.sysconf("SC_PAGESIZE")
@@ -223,7 +231,10 @@ class Group:
         self.anonymous_peak = max(self.anonymous_peak, int(stat["rss" if self._first else "anon"]))
 
     def end(self) -> dict[str, int]:
-        """Returns the peaks and the number of processes killed for memory; removes the cgroup."""
+        """Removes the cgroup; returns its memory peaks and a count.
+
+        "killed for memory" counts the processes of the cgroup that the kernel killed because the limit was reached.
+        """
         peak = self.path / ("memory.max_usage_in_bytes" if self._first else "memory.peak")
         events = (self.path / ("memory.oom_control" if self._first else "memory.events")).read_text()
         found = {
@@ -251,7 +262,7 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
         status = 1
         try:
             os.close(hears)
-            # The kernel kills this process when the parent dies; no other program would end it.
+            # The kernel kills this process if the parent dies. Without this call, the process would continue to run.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             own_what_is_there()
             group.enter()
@@ -282,7 +293,9 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
     os.close(hears)
     held = group.end()
     if status != (signal.SIGKILL if killed else 0) or held["killed for memory"]:
-        raise SystemExit(f"{part} ended with status {status}, having reported {text.decode()!r}; {held}")
+        raise SystemExit(
+            f"the part {part!r} failed with status {status}. It reported {text.decode()!r}; memory: {held}"
+        )
     said = [json.loads(line) for line in text.splitlines()]
     return {
         "part": part,
@@ -294,27 +307,36 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
 
 
 def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Raises SystemExit unless losses and logits of all parts, and of plain transformers, are bit-identical."""
+    """Raises SystemExit if two parts have different losses or logits.
+
+    Also raises SystemExit if plain transformers computes other logits from the saved weights.
+    """
     losses: dict[int, str] = {}
     for part in found.values():
         for step, loss in part["losses"].items():
             if losses.setdefault(step, loss) != loss:
-                raise SystemExit(f"the loss of step {step} differs in {part['part']}")
+                raise SystemExit(
+                    f"the loss of step {step} in part {part['part']!r} differs from the loss in an earlier part"
+                )
     at = found["resumed"]["resumed at"]
     if at < KILLED_AFTER or found["continued"]["resumed at"] != SAVED_AT:
-        raise SystemExit(f"resumed at step {at}, continued at {found['continued']['resumed at']}")
+        raise SystemExit(
+            f"wrong step after a restart: resumed at {at}, continued at {found['continued']['resumed at']}"
+        )
     same = [("checkpoint", "logits"), ("saved", "last")]
     for saved, said in same:
         plain = AutoModelForCausalLM.from_pretrained(folder / saved)
         if not torch.equal(logits(plain), torch.load(folder / said)):
-            raise SystemExit(f"plain transformers computes other logits from {saved} than the offloaded model")
+            raise SystemExit(
+                f"with the weights in {saved!r}, plain transformers and memascend compute different logits"
+            )
         del plain
     if not torch.equal(torch.load(folder / "last"), torch.load(folder / "again")):
-        raise SystemExit("the logits of the run resumed from the store and of the one from the checkpoint differ")
+        raise SystemExit("the run resumed from the store and the run resumed from the checkpoint have different logits")
 
 
 def cgroups(given: Path | None) -> Path:
-    """Returns the parent for the cgroups of the parts: `given`, or a new cgroup."""
+    """Returns the cgroup in which the parts make their cgroups: `given`, or a new cgroup."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if given is None:
         given = (first if first.is_dir() else second) / f"memascend-{uuid.uuid4().hex[:8]}"
@@ -330,8 +352,10 @@ def main() -> None:
     parser.add_argument("--limit", default="96MiB", help="memory for each part, without the imported modules")
     parser.add_argument("--times", type=float, default=3, help="size of the weights, divided by the limit")
     parser.add_argument("--width", type=int, default=512, help="width of a block")
-    parser.add_argument("--folder", type=Path, help="a disk with room for 60 times the limit; none: beside this file")
-    parser.add_argument("--cgroup", type=Path, help="an empty cgroup to make others in")
+    parser.add_argument(
+        "--folder", type=Path, help="a disk with space for 60 times the limit (default: that of this file)"
+    )
+    parser.add_argument("--cgroup", type=Path, help="an empty cgroup in which the parts make their cgroups")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     limit = parse_bytes(options.limit)
@@ -347,8 +371,8 @@ def main() -> None:
             folder = Path(name)
             nbytes = write_shards(made, folder / "shards", limit)
             gc.collect()
-            # The garbage collector of the forked processes then skips the objects that exist here, so the kernel copies
-            # none of their pages.
+            # After this call, the garbage collector does not write to the objects that exist now. So the kernel does
+            # not copy the pages of these objects for the forked processes.
             gc.freeze()
             for part in ("created", "resumed", "continued"):
                 found[part] = run(part, made, folder, parent, limit, kill=part == "created")

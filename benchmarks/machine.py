@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def described() -> dict[str, str | int]:
-    """Returns the machine, versions and the date, to be kept beside a measurement."""
+    """Returns the machine, the versions and the date. Benchmarks store them together with a measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(": ")[2] for line in lines if line.startswith(("model name", "CPU part"))]
     return {

@@ -1,4 +1,4 @@
-"""Computes the memory that pools reserve for published models; measures the seconds of a lease."""
+"""Computes the memory that pools reserve for published models. Measures how long the arena takes to lease a slot."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
     from benchmarks.reservation import Reservation
 
-# The units in memory at once: one is computed, the next one is read, and the previous one is written back.
+# The number of units in memory at the same time: one unit is computed, the next unit is read, and the previous unit is
+# written back.
 _WINDOW = 3
-# Sizes of tensors in the lease benchmark.
+# The sizes of the tensors for which the benchmark measures a lease.
 _LEASE_BYTES = (4 << 10, 1 << 20, 32 << 20)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Computes and measures; prints tables or JSON."""
+    """Computes the reserved memory, and measures leases; prints tables or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
@@ -34,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> None:
         type=_units,
         default=_WINDOW,
         metavar="N",
-        help=f"units in memory at once (default {_WINDOW})",
+        help=f"number of units in memory at the same time (default {_WINDOW})",
     )
     _measure(parser.parse_args(words))
 
@@ -75,7 +76,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def reservation_table(reservations: dict[str, Reservation]) -> str:
-    """Returns a table with a row for each model: bytes needed, and for each pool the bytes reserved and the waste."""
+    """Returns a table with a row for each model: the bytes needed, and the bytes and the waste of each pool."""
     rows = [
         (
             name,

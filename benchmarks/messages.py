@@ -1,9 +1,14 @@
 """Counts memascend's messages between ranks: `python -m benchmarks.messages [--ranks 8] [--storage D]`.
 
-The ranks are gloo processes on the CPU that train a small model, with and without clipping. The table has the messages
-and bytes of a step, summed over all ranks (FSDP2's messages with shards and gradients are not counted); the seconds
-that a rank spends exchanging messages, with its waits for other ranks on the same processors; the sockets of a rank.
-gloo sends two short notices with each message, which are not counted either.
+The ranks are processes with the gloo backend on the CPU. They train a small model, without and with clipping. The table
+has three kinds of figures:
+
+- the messages of a step and their bytes, summed over all ranks;
+- the seconds that a rank spends in exchanges of messages, which include its waits for other ranks;
+- the sockets that a rank opens.
+
+The messages in which FSDP2 moves shards and gradients are not counted. gloo also sends two short notices with each
+message, which are not counted either.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ WAYS = {"no clipping": None, "clipping": 0.1}
 
 
 def main() -> None:
-    """Runs the ranks and prints the table; with `--rank-of`, runs as one rank."""
+    """Runs the ranks and prints the table. With `--rank-of`, this process is one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--steps", type=int, default=20)
@@ -38,7 +43,7 @@ def main() -> None:
 
 
 def be_rank(folder: Path, steps: int) -> None:
-    """Trains as one rank, without clipping and then with it; writes the counts to `folder`."""
+    """Trains as one rank, first without clipping and then with clipping; writes the counts to `folder`."""
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -79,7 +84,10 @@ def be_rank(folder: Path, steps: int) -> None:
 
 
 def watch() -> dict[str, float]:
-    """Patches `isend` and `Exchange` to count this process's messages, bytes and seconds; returns the live counts."""
+    """Patches `isend` and `Exchange` so that they count messages, bytes and seconds of this process.
+
+    Returns the counts. Each later message changes the returned dict.
+    """
     from torch import distributed
 
     from memascend.distributed.control_plane import Exchange
@@ -111,13 +119,13 @@ def sockets() -> int:
         try:
             found += str(entry.readlink()).startswith("socket:")
         except OSError:
-            # The entry is the descriptor of this listing, which is closed already.
+            # This entry is the file descriptor that listed the folder. It is closed by now.
             continue
     return found
 
 
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
-    """Returns the table. Each number of ranks has a row without clipping and one with it."""
+    """Returns the table. Each number of ranks has two rows: without clipping, and with clipping."""
     head = (
         "ranks", "", "exchanges a step", "messages of all ranks", "bytes", "seconds of a rank", "its sockets: torch's",
         "memascend's", "offload()",

@@ -1,8 +1,12 @@
-"""Measures steps of Muon for a model's matrices with AdamW for the rest, beside AdamW for all, offloaded and in memory.
+"""Compares training steps of two optimizers: Muon with AdamW, and AdamW alone; offloaded and in memory.
 
-Each case trains in a process of its own; the processes take turns. Bytes are the kernel's counts. The bytes of Muon's
-parameters follow from the two offloaded cases, since the other parameters move as many bytes as under AdamW alone. "One
-matrix" has memory for one matrix with its state, not for two: it reads or writes no matrix while it computes another.
+Muon updates the model's matrices, and AdamW updates the other parameters. Each case trains in a separate process, and
+the processes take turns. The kernel counts the bytes that a process moves. The benchmark computes the bytes of Muon's
+parameters from the difference of the two offloaded cases. The other parameters move the same number of bytes in both
+cases.
+
+In the case "one matrix", the budget has memory for only one matrix and its state, instead of two. In this case,
+memascend cannot read or write one matrix while it updates another matrix.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _CASES = {
     "torch's AdamW in memory": {"muon": False, "memory": True},
     "torch's Muon + AdamW in memory": {"muon": True, "memory": True},
 }
-# The target: the most bytes that a step may move for each of Muon's parameters.
+# The target: a step may move at most this number of bytes for each of Muon's parameters.
 _MOST_BYTES = 18.0
 _WARM_STEPS = 3
 
@@ -34,9 +38,9 @@ def main() -> None:
     """Measures all cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a step")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a step")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each process")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps in a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write muon.txt and muon.json there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -109,7 +113,7 @@ with memory for one matrix a step takes {one["seconds"] / muon["seconds"]:.2f} o
 
 
 class _Worker:
-    """Trains one case, and makes steps whenever the main process asks for them."""
+    """Trains one case. Makes steps when the main process asks for steps."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -153,7 +157,10 @@ class _Worker:
             self._step()
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Measures `steps` steps after an uncounted step, during which the disk may still write for another case."""
+        """Measures `steps` steps.
+
+        One unmeasured step comes first, because the disk may still write for another case.
+        """
         from benchmarks import counters
         from memascend.cli import process
 
@@ -174,7 +181,7 @@ class _Worker:
         }
 
     def _waited(self) -> float:
-        """Returns the seconds in which the engine's thread waited for reads and writes."""
+        """Returns the seconds that the engine's thread has waited for reads and writes; 0 for a case in memory."""
         seconds = {} if self.engine is None else self.engine.counters()["seconds"]
         return float(seconds.get("reading", 0) + seconds.get("writing", 0))
 

@@ -1,9 +1,10 @@
 """Compares the predictions of `memascend plan` with real runs on this machine: `python -m benchmarks.plan_accuracy`.
 
-A cell is a model and a budget. In each round one process measures processor and disk and plans the cell, and then
-another process runs the cell; seconds are the medians of all rounds. The table has the memory of the process, the
-memory that training adds to its imports, and the seconds of a step, predicted and real. A round takes a quarter of an
-hour.
+A cell is a model and a budget. In each round, a first process measures the processor and the disk, and plans the cell.
+Then a second process runs the cell. The seconds in the table are medians of all rounds.
+
+The table has predicted and real figures: the memory of the process, the memory that training adds to the memory of
+imported modules, and the seconds of a step. A round takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from benchmarks.train.cell.workload import WORKLOADS, configuration
 from memascend.plan.spare import IMPORTS
 from memascend.text import bytes_shown, seconds_shown, table
 
-# Multiples of the comfortable budget: the comfortable budget, and three times as much, which keeps records in RAM.
+# The budgets to measure, as multiples of the comfortable budget. With three times the comfortable budget, memascend
+# keeps records in RAM.
 BUDGETS = (1.0, 3.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the tokens of a step, and its budgets."""
+    """A model, the number of tokens in a step, and the budgets to measure."""
 
     shape: dict[str, Any]  # the fields of the model's config
-    tokens: int = 512  # tokens of a step
+    tokens: int = 512  # number of tokens in a step
     budgets: tuple[float, ...] = BUDGETS  # multiples of the comfortable budget
 
 
 def _as_trained(name: str, budgets: tuple[float, ...] = BUDGETS) -> Case:
-    """Returns the case of a workload of `benchmarks.train`, whose measurements README shows."""
+    """Returns the case for a workload of `benchmarks.train`. README shows the measurements of these workloads."""
     work = WORKLOADS[name]
     shape = {**configuration(work).to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]}
     return Case(shape, work.length, budgets)
@@ -66,18 +68,18 @@ WARM, STEPS = 2, 5
 
 
 def main() -> None:
-    """Plans and runs every cell and prints the table; with `--run`, runs one cell in this process."""
+    """Plans and runs every cell and prints the table. With `--run`, runs one cell in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (default: here)")
-    parser.add_argument("--tokens", type=int, help="tokens of a step, instead of each model's own")
+    parser.add_argument("--tokens", type=int, help="tokens in a step of every model (default: the model's number)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the models (%(default)s)"
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--rounds", type=int, default=1, help="rounds of plan and run; more for a machine that other programs use"
+        "--rounds", type=int, default=1, help="rounds of plan and run; use more if other programs run on this machine"
     )
-    parser.add_argument("--memory", action="store_true", help="memory alone, which a busy machine does not change")
+    parser.add_argument("--memory", action="store_true", help="compare only memory, which other programs do not change")
     parser.add_argument("--write", type=Path, help="a folder for plan_accuracy.txt and .json")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -115,7 +117,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
-                # The plan assumes the memory of imports; the run measures it.
+                # "said": the plan assumes a fixed number of bytes for imported modules. "was": the run measures these
+                # bytes.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
                 "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,
@@ -125,7 +128,7 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
-    """Returns the JSON answer of `memascend plan`, or of `benchmarks.processor` if `more` names a storage."""
+    """Returns the JSON answer of `memascend plan`. If `more` has `--storage`, asks `benchmarks.processor` instead."""
     command = ["benchmarks.processor"] if "--storage" in more else ["memascend", "plan"]
     return child(["-m", *command, str(config), "--tokens", str(tokens), "--length", str(min(tokens, 512)),
                   "--keep-activations", "--loss", "full", "--gradients", "fused", *more, "--json"])  # fmt: skip
@@ -141,7 +144,10 @@ def child(words: list[str]) -> dict[str, Any]:
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Trains some steps; returns their median seconds, the peak of memory, and the part of it beyond the imports."""
+    """Trains some steps; returns the median seconds of a step and the memory peak.
+
+    "added_bytes" is the part of the peak that exceeds the memory after the imports.
+    """
     import torch
     import transformers
 
@@ -151,11 +157,12 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(order["config"])
     config.use_cache = False
     tokens = torch.arange(order["tokens"]).view(-1, min(order["tokens"], 512)) % config.vocab_size
-    # Starts torch's threads and loads its libraries, which take memory with any model.
+    # This product starts torch's threads and loads torch's libraries. The memory that they take does not depend on the
+    # model.
     (torch.rand(64, 64, requires_grad=True) @ torch.rand(64, 64)).sum().backward()
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    # By this line, transformers has imported the model's module and all modules that it needs.
+    # At this line, transformers has imported all modules that the model needs.
     before = process.resident()
     model, optimizer = memascend.offload(
         model.train(), torch.optim.AdamW(model.parameters()), storage=order["storage"], existing="replace",
@@ -198,7 +205,10 @@ def _memory(said: int, was: int) -> tuple[str, str, str]:
 
 
 def _seconds(cell: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns predicted seconds, real seconds and their ratio; empty texts with `--memory`, which predicts no time."""
+    """Returns the predicted seconds, the real seconds and their ratio.
+
+    With `--memory`, no seconds are predicted, and all three texts are empty.
+    """
     said, was = cell["said_seconds"], cell["was_seconds"]
     if said is None:
         return "", "", ""

@@ -1,10 +1,13 @@
-"""Compares the step time that the plan predicts with the measured one, for each way in which updates may run.
+"""Compares the step time that the plan predicts with the measured step time, for each way in which updates may run.
 
-The model has the blocks of Llama 3 8B and an eightieth of its parameters. A sleep in the forward and backward of each
-block (--compute) simulates a GPU and leaves the processors free; a few tokens produce the gradients. A cgroup throttles
-this machine's drive, and the plan takes the limits as the drive's speed: a throttle lets the first second of reads
-pass, so a short measurement would find too high a speed. The plan's seconds of the processor are measured, as
-`benchmarks.processor` measures them: computation without memascend, and the Python code that runs for each parameter.
+The model has as many blocks as Llama 3 8B, and an eightieth of its parameters. A sleep in the forward and in the
+backward of each block (--compute) simulates a GPU. The sleep leaves the processors free. A few tokens produce the
+gradients.
+
+A cgroup throttles this machine's drive. The plan takes the limits of the cgroup as the speed of the drive. It does not
+measure the speed, because a throttle does not slow the first second of reads, so a short measurement would find too
+high a speed. The plan also needs the time of computation without memascend, and the time of the Python code that runs
+for each parameter. This benchmark measures both times in the same way as `benchmarks.processor`.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from benchmarks.turns import Process, serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The shape of Llama 3 8B with its widths and vocabulary divided by the square root of 80. The drive must be slower,
-# too: with a real drive's speed a step would be so short that the processors would have less time for each parameter
-# than they have beside a GPU.
+# The shape of Llama 3 8B, with all widths and the vocabulary divided by the square root of 80. The drive is throttled,
+# so that a step takes long enough. With a real drive's speed, a step would be so short that the processors would have
+# less time for each parameter than in a step on a GPU.
 _SHAPE = {
     "hidden_size": 448,
     "intermediate_size": 1600,
@@ -36,7 +39,7 @@ _SHAPE = {
     "vocab_size": 14_400,
     "tie_word_embeddings": False,
 }
-_TOKENS = 4  # tokens of a micro-batch
+_TOKENS = 4  # number of tokens in a micro-batch
 _ONE, _LAYERS, _TURNS = "one batch", "by layer", "one after the other"
 _CASES: dict[str, dict[str, Any]] = {
     f"{_ONE}, clipped": {"micro_batches": 1, "clips": True},
@@ -45,7 +48,7 @@ _CASES: dict[str, dict[str, Any]] = {
     f"{_ONE}, not clipped": {"micro_batches": 1, "clips": False},
     f"{_LAYERS}, not clipped": {"micro_batches": 4, "by_layer": True, "clips": False},
 }
-# The verdict is "met" where the measured time differs from the predicted time by at most this fraction.
+# The verdict is "met" if the measured time differs from the predicted time by at most this fraction.
 _NEAR = 0.1
 
 
@@ -57,7 +60,7 @@ def main() -> None:
         "--drive", default="0.3,0.24", metavar="READ,WRITE", help="the drive's limits in GB/s (%(default)s)"
     )
     parser.add_argument(
-        "--compute", default="1.5,4.1", metavar="FORWARD,BACKWARD", help="seconds of compute in a step (%(default)s)"
+        "--compute", default="1.5,4.1", metavar="FORWARD,BACKWARD", help="simulated seconds in a step (%(default)s)"
     )
     parser.add_argument("--held", type=int, default=35, help="percent of the parameters kept in RAM (%(default)s)")
     parser.add_argument("--warm", type=int, default=8, help="warm-up steps, not measured (%(default)s)")
@@ -128,7 +131,7 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains one case, and makes steps whenever the main process asks for them."""
+    """Trains one case. Makes steps when the main process asks for steps."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         import torch
@@ -160,11 +163,14 @@ class _Worker:
         self._predict(work, computed, *memascend.offload(self.model, optimizer, host_memory=budget, **given))
 
     def _loss(self, batch: Any) -> Any:
-        # In a case that clips, the factor puts the norm of the gradients far above the limit.
+        # If the case clips, this factor puts the norm of the gradients far above the limit.
         return self.model(input_ids=batch, labels=batch).loss * (1e3 if self.clips else 1.0)
 
     def _computed(self) -> tuple[float, float]:
-        """Returns seconds of a micro-batch's forward and backward without memascend. The backward adds to `p.grad`."""
+        """Returns the seconds of a micro-batch's forward and of its backward, without memascend.
+
+        The seconds of the backward include the addition of gradients to `p.grad`.
+        """
         found = []
         for _ in range(3):
             forward = backward = 0.0
@@ -185,8 +191,8 @@ class _Worker:
 
         self.model, self.optimizer = model, optimizer
         read, write = (1e9 * speed for speed in told["drive"])
-        # The throttle limits reads and writes separately, so a mix of as many reads as writes moves bytes at twice the
-        # slower limit.
+        # The throttle limits reads and writes separately. So a mix of equally many reads and writes moves bytes at
+        # twice the lower limit.
         drive = Drive(read=read, write=write, mixed=2 * min(read, write))
         update, (check, copied), (bind, hand) = (
             measured_update()["fp32"],
@@ -195,7 +201,8 @@ class _Worker:
         )
         plan, count = optimizer.plan, len(list(model.parameters()))
         host = replace(assumed_host(None), update=update_seconds(plan, update), check=check, ram_tier_threads=2)
-        # A sleep blocks the thread, so Python code runs after compute; beside a GPU it would run during compute.
+        # The sleep that simulates a GPU blocks the thread. So Python code adds its time to the time of the sleep. With
+        # a real GPU, Python code would run while the GPU computes.
         forward = computed[0] + bind * count
         backward = computed[1] + hand * count + copied * sum(unit.nbytes for unit in plan.units)
         work = Work(forward=forward, backward=backward, backwards=self.count, by_layer=self.by_layer)
@@ -206,7 +213,7 @@ class _Worker:
         }
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Makes `steps` steps; returns their seconds, the predicted seconds, and the way in which the updates ran."""
+        """Makes `steps` steps. Returns their seconds, the predicted seconds, and the way in which the updates ran."""
         taken = []
         for _ in range(steps):
             began = time.perf_counter()
@@ -238,7 +245,10 @@ class _Worker:
 
 
 def _paused(function: Any, forward: float, backward: float) -> Any:
-    """Wraps `function` in a module that sleeps `forward` seconds in its forward, and `backward` in its backward."""
+    """Wraps `function` in a module that sleeps.
+
+    It sleeps `forward` seconds in its forward and `backward` seconds in its backward.
+    """
     import torch
 
     class Pause(torch.autograd.Function):

@@ -1,9 +1,11 @@
-"""Plans as `memascend plan` does, for training on this processor: measures compute, and the time offloading takes.
+"""Prints a plan like `memascend plan`, for training on this processor, from measured times of this processor.
 
-The model itself computes on made-up values, forward and backward, as in training. If the model would take long, it is
-computed with fewer blocks, and the time of all blocks is extrapolated from two depths. Also measured: the update in
-the format of `--state`, a checksum, a copy of a gradient, and the time that each parameter takes in Python. If torch
-computes on all cores, the plan adds these times to compute, since torch's threads wait for each other.
+The benchmark runs forward and backward of the model itself, on random values. If this would take too long, it runs two
+models with fewer blocks, and computes the time of all blocks from these two measurements.
+
+The benchmark also measures the update in the format of `--state`, a checksum, a copy of a gradient, and the time that
+Python code takes for each parameter. If torch computes on all cores, the plan adds these times to the computation,
+because the other work delays one of torch's threads, and torch's threads wait for each other.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ if TYPE_CHECKING:
     from memascend.cli.plan.subject import Trace
     from memascend.plan.table import Plan
 
-# For each depth of the model: the most passes, and the seconds after which no further pass begins. The first pass does
-# not count: it maps memory and loads code.
+# The largest number of counted passes for each depth of the model, and the seconds after which no further pass begins.
+# The first pass is not counted, because it maps memory and loads code.
 _PASSES, _SECONDS = 5, 10.0
-# The most bytes of made-up values. A larger model is computed with fewer blocks, from which the time of all blocks is
-# extrapolated.
+# The largest number of bytes that the random values may take. For a larger model, fewer blocks are computed, and the
+# time of all blocks is extrapolated.
 _VALUES_BYTES = 1 << 30
 _ELEMENTS = 4 << 20
 _TRIES = 3
-# A model with almost no arithmetic: its step takes the time of the Python code for its parameters.
+# The size of a model with almost no arithmetic. A step of this model takes the time of the Python code for its
+# parameters.
 _WIDTH, _BLOCKS, _STEPS = 32, 16, 8
 
 
@@ -56,21 +59,22 @@ _WIDTH, _BLOCKS, _STEPS = 32, 16, 8
 class Processor:
     """The measured times, in seconds."""
 
-    forward_seconds: float  # the batch's forward, on all threads of torch
-    backward_seconds: float  # the batch's backward, on all threads of torch
-    # AdamW's arithmetic on one element, by the format of the state, on one thread.
+    forward_seconds: float  # forward of the whole batch, on all threads of torch
+    backward_seconds: float  # backward of the whole batch, on all threads of torch
+    # The update of one element by AdamW, on one thread. The keys are the formats of the state.
     update_seconds: Mapping[str, float]
     check_seconds: float  # the checksum of one byte, on one thread
     copy_seconds: float  # the copy of one byte of a gradient to the engine, on one thread
-    bind_seconds: float  # added to a forward by each parameter (a tensor, not an element)
-    hand_seconds: float  # added to a backward with `step()` by each parameter, without the copy of its gradient
+    bind_seconds: float  # Python code in a forward, for each parameter tensor
+    hand_seconds: float  # Python code in a backward and `step()`, for each parameter tensor
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints a plan. The options are those of `memascend plan`."""
+    """Prints a plan. Takes the same options as `memascend plan`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     plans.add_arguments(parser)
-    # The measurement runs the model's own loss, so the plan must assume this loss unless `--loss` says otherwise.
+    # The measurement computes the loss in the model's own code, so the plan must assume this loss. `--loss` overrides
+    # it.
     parser.set_defaults(loss="full")
     options = parser.parse_args(words)
     return plans.print_answer(options, _with_processor(plans.ask(options)))
@@ -78,25 +82,28 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _with_processor(question: Question) -> Question:
     if question.gpu is not None:
-        raise ConfigError("this processor computes: leave --gpu out")
+        raise ConfigError("this program plans training on the processor: leave --gpu out")
     if isinstance(question.trace, str):
         return question
     folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
     model = question.subject.module
     if model is None:
-        raise ConfigError("a built-in shape has no code to run: give a config.json, or the folder that has it")
+        raise ConfigError("a built-in shape has no code to measure: pass a config.json or its folder")
     processor = measure(model, question.trace, (question.sequences, question.length), next(folders, None))
     return replace(question, measured=partial(_taken, processor), processor=None)
 
 
 def _taken(processor: Processor, plan: Plan, state: str) -> tuple[float, float, Host]:
-    """Returns a forward's seconds, a backward's seconds, and the host's speeds; serves as `Question.measured`."""
+    """Returns the seconds of a forward, the seconds of a backward, and the host's speeds.
+
+    `Question.measured` calls this function.
+    """
     parameters = sum(len(unit.parameters) for unit in plan.units)
     handed = sum(unit.nbytes - unit.frozen_bytes for unit in plan.units) * processor.copy_seconds
     forward = processor.forward_seconds + parameters * processor.bind_seconds
     backward = processor.backward_seconds + parameters * processor.hand_seconds + handed
     threads = torch.get_num_threads()
-    # If torch leaves processors free, the update runs beside compute on one of them.
+    # If torch does not use all processors, the update runs on a free processor while torch computes.
     host = assumed_host(None, shared=threads >= len(os.sched_getaffinity(0)))
     update = processor.update_seconds[state]
     return forward, backward, replace(host, update=update, check=processor.check_seconds, ram_tier_threads=threads)
@@ -107,9 +114,10 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
 
     Args:
         model: the model, on "meta".
-        trace: the trace of one backward.
-        shape: the number of sequences, and the tokens of each.
-        folder: the folder for a small model's store; None: the first folder for temporary files that is on a disk.
+        trace: describes one forward and backward of the model. `trace.recomputes` is True if blocks are recomputed.
+        shape: the number of sequences, and the number of tokens in a sequence.
+        folder: the folder for the store of a small model. If it is None, the store is in the first folder for temporary
+            files that is on a disk.
     """
     with Progress("measuring this processor", 4, unit="parts") as progress:
         forward, backward = _model_seconds(model, trace, shape)
@@ -132,7 +140,7 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
 
 
 def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
-    """Returns the seconds of the model's forward and backward, extrapolated from fewer blocks if it is large."""
+    """Returns the seconds of the model's forward and backward. For a large model, computes them from fewer blocks."""
     values = sum(parameter.nbytes for parameter in model.parameters())
     depth = _depth(model)
     first = _pass_seconds(model, 1, trace, shape)
@@ -149,7 +157,7 @@ def _model_seconds(model: nn.Module, trace: Trace, shape: tuple[int, int]) -> tu
 
 
 def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """Returns the outermost lists of blocks, each with its parent module and its name there."""
+    """Returns the outermost lists of blocks. Each list comes with its parent module and its name in the parent."""
     found = []
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
@@ -160,7 +168,10 @@ def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """Returns the number of blocks; 1 if the blocks differ, so that the whole model must be computed."""
+    """Returns the number of blocks; 1 if the blocks have different shapes.
+
+    If the blocks have different shapes, only the whole model can be measured.
+    """
     lists = [blocks for _, _, blocks in _lists(model)]
     alike = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
     return len(lists[0]) if lists and alike and len(set(map(len, lists))) == 1 else 1
@@ -171,7 +182,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def _shallow(model: nn.Module, depth: int) -> nn.Module:
-    """Returns a copy of the model with its first `depth` blocks; with all blocks if they differ."""
+    """Returns a copy of the model with only its first `depth` blocks; with all blocks if they have different shapes."""
     alike = _depth(model) > 1
     made = copy.deepcopy(model)
     for parent, name, blocks in _lists(made) if alike else ():
@@ -180,7 +191,7 @@ def _shallow(model: nn.Module, depth: int) -> nn.Module:
 
 
 def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, int]) -> tuple[float, float]:
-    """Returns the median seconds of a forward and of a backward, with the first `depth` blocks."""
+    """Returns the median seconds of a forward and of a backward of the model with only its first `depth` blocks."""
     made = _shallow(model, depth)
     settle(made)
     with torch.no_grad():
@@ -189,7 +200,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
         for buffer in made.buffers():
             buffer.zero_()
     made.train()
-    # `describe` makes language models of transformers, which have a `config`.
+    # `describe` made the model. It makes only language models of transformers, which have a `config`.
     config = made.config
     config.use_cache = False  # type: ignore[union-attr]
     if trace.recomputes:
@@ -197,7 +208,7 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
     tokens = torch.randint(config.vocab_size, shape)  # type: ignore[union-attr, arg-type]
     passes: list[tuple[float, float]] = []
     began = time.perf_counter()
-    # `offload()` sets the heap up in the same way for training.
+    # `offload()` calls the same function, so the heap behaves as in training.
     settle_heap()
     with without_gradients_kept(made):
         while len(passes) <= _PASSES and (len(passes) < 2 or time.perf_counter() - began < _SECONDS):
@@ -213,9 +224,10 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
 
 
 def parameter_seconds(folder: Path | None) -> tuple[float, float]:
-    """Returns the seconds that offloading adds for each parameter: to the forward, and to the backward with its step.
+    """Returns the seconds that offloading adds for each parameter: in the forward, and in the backward with `step()`.
 
-    Only processor time of the computing thread counts. The parameters are tiny, so their bytes take almost none of it.
+    Only processor time of the computing thread is counted. The parameters are tiny, so the work on their bytes takes
+    almost no time.
     """
     model = _small_model()
     plain, count = _step_seconds(model, None), len(list(model.parameters()))
@@ -227,7 +239,7 @@ def parameter_seconds(folder: Path | None) -> tuple[float, float]:
             with offloaded:
                 streamed = _step_seconds(model, offloaded)
     except (ConfigError, StorageError) as error:
-        raise ConfigError(f"a small model is measured on storage: name a disk with --storage ({error})") from error
+        raise ConfigError(f"a small model cannot be offloaded here: name a disk with --storage ({error})") from error
     forward, rest = (max(0.0, ours - torchs) / count for ours, torchs in zip(streamed, plain, strict=True))
     return forward, rest
 
@@ -239,7 +251,7 @@ def _small_model() -> nn.Sequential:
 
 
 def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[float, float]:
-    """Returns this thread's processor seconds in a forward, and in a backward with its step; waits do not count."""
+    """Returns this thread's processor seconds in a forward, and in a backward with `step()`. Waits are not counted."""
     given = torch.rand(1, _WIDTH)
     found = []
     for _ in range(_STEPS):
@@ -256,7 +268,10 @@ def _step_seconds(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def update_seconds() -> dict[str, float]:
-    """Returns one thread's seconds to update one element, by format, while all threads of torch compete for memory."""
+    """Returns the seconds in which one thread updates one element. The keys are the formats of the state.
+
+    All threads of torch run the update at the same time. So the threads compete for memory, as in a training step.
+    """
     threads = torch.get_num_threads()
     numbers: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "threads": threads}
     master, first, second = (torch.rand(_ELEMENTS) for _ in range(3))
@@ -279,7 +294,7 @@ def update_seconds() -> dict[str, float]:
 
 
 def byte_seconds() -> tuple[float, float]:
-    """Returns one thread's seconds for a byte's checksum, and for its copy."""
+    """Returns the seconds in which one thread computes the checksum of one byte, and in which it copies one byte."""
     given, taken = torch.rand(_ELEMENTS), torch.empty(_ELEMENTS)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

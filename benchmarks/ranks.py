@@ -1,10 +1,16 @@
 """Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
-For each number of ranks, gloo processes on the CPU train the same model in four ways that take turns: with plain FSDP2
-in memory, with FSDP2's CPU offload, and with memascend, which reduces gradients in the order of ranks or with the
-backend's reduction. The tables have the bytes that a rank moves in a step, beside 1/W of the bytes of one process (W is
-the number of ranks); the memory of a rank, beside its plan and the memory of one process; and the median seconds of a
-step. Only ratios of the seconds mean something: all ranks share the processors and the disk of one machine.
+The ranks are processes with the gloo backend on the CPU. For each number of ranks, they train the same model in four
+ways, which take turns: FSDP2 in memory; FSDP2 with its CPU offload; memascend that adds gradients in the order of ranks
+("ordered"); memascend that lets the backend add gradients ("native").
+
+The tables have three figures:
+
+- the bytes that a rank moves in a step, compared with 1/W of the bytes of one process, where W is the number of ranks;
+- the memory of a rank, compared with its plan and with the memory of one process;
+- the median seconds of a step.
+
+Compare only ratios of seconds, because all ranks share the processors and the disk of one machine.
 """
 
 from __future__ import annotations
@@ -24,19 +30,20 @@ from memascend.text import bytes_shown, open_pyplot, seconds_shown, table
 
 WARM = 2
 WIDTH, BLOCKS, ROWS = 512, 6, 64
-# With one process the model is not sharded, so FSDP2 has no CPU offload, and both reductions of memascend are equal.
+# With one process, the model is not sharded. FSDP2 then has no CPU offload, and both reductions of memascend do the
+# same, so only the ways in `OF_ONE` are measured.
 WAYS = ("FSDP2", "CPU offload", "ordered", "native")
 OF_ONE = ("FSDP2", "ordered")
 PEERS = ("FSDP2", "CPU offload")
 
 
 def main() -> None:
-    """Runs every number of ranks and prints the tables; with `--rank-of`, runs as one rank."""
+    """Runs every number of ranks and prints the tables. With `--rank-of`, this process is one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk (default: here)")
-    parser.add_argument("--picture", type=Path, help="draw bytes and memory of a rank into a .png")
+    parser.add_argument("--picture", type=Path, help="draw the bytes and the memory of a rank into this .png file")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
@@ -58,7 +65,7 @@ def measured(count: int, options: argparse.Namespace, module: str = "benchmarks.
 
 
 def be_rank(folder: Path, steps: int) -> None:
-    """Trains as one rank, a step of each way in turn; writes the measurements to `folder`."""
+    """Trains as one rank; writes the measurements to `folder`. The ways take turns, one step at a time."""
     import torch
     from torch import distributed
 
@@ -100,7 +107,7 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
     blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
     model = nn.Sequential(*blocks).bfloat16()
     if count > 1:
-        # Pinned memory is for copies to a GPU, and cannot be allocated without one.
+        # FSDP2 needs pinned memory only for copies to a GPU. Without a GPU, pinned memory cannot be allocated.
         policy = CPUOffloadPolicy(pin_memory=False) if name == "CPU offload" else OffloadPolicy()
         for block in model:
             fully_shard(block, offload_policy=policy)
@@ -114,7 +121,7 @@ def begun(name: str, folder: Path, count: int) -> tuple[Any, Any]:
 
 
 def shown(found: dict[int, list[dict[str, Any]]]) -> str:
-    """Returns the tables of bytes and memory, and of seconds."""
+    """Returns two tables: one of bytes and memory, and one of seconds."""
     one = found[1][0] if 1 in found else None
     rows = []
     for count, ranks in found.items():
@@ -148,9 +155,10 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
 
 
 def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
-    """Draws two pictures by number of ranks, each with the largest value of any rank.
+    """Draws two bar charts over the number of ranks. Each bar has the largest value of all ranks.
 
-    They have the bytes of a step, beside 1/W of the bytes of one process; and the memory, beside its plan.
+    One chart has the bytes of a step, and marks 1/W of the bytes of the smallest number of ranks. The other chart has
+    the memory of a rank, and marks the planned memory.
     """
     plt = open_pyplot()
     counts = list(found)

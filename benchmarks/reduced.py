@@ -1,4 +1,4 @@
-"""Runs AdamW on optimizer state of 16 and 8 bits, and prepares its timing beside torch, bitsandbytes and torchao."""
+"""Runs AdamW on optimizer state with 16 or 8 bits. Prepares calls that compare its speed with other AdamWs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-# The index of a dtype is its code in the Rust extension.
+# The Rust extension identifies a dtype by its index in this tuple.
 _FLOATS = ("float32", "bfloat16", "float16")
 FORMS = ("compact bf16", "compact 8bit")
 _STEP_NUMBER = 10
@@ -33,13 +33,13 @@ def adamw_reduced(
     """Makes one AdamW step in place on contiguous tensors, with the engine's arithmetic.
 
     Args:
-        values: the parameter, in the dtype of the format.
+        values: the values of the parameter, in its dtype.
         state: the state tensors, as `encoded(values, {}, form)` returns them.
         grad: the gradient.
         form: a format of the store, such as "compact 8bit".
         step: the number of this update, counted from 1.
-        name: the parameter's name, from which stochastic rounding draws.
-        threads: None means `torch.get_num_threads()`.
+        name: the parameter's name. It seeds the random numbers of stochastic rounding.
+        threads: the number of threads; None means `torch.get_num_threads()`.
         numbers: `lr`, `betas`, `eps` and `weight_decay`.
     """
     import torch
@@ -57,7 +57,10 @@ def adamw_reduced(
 
 
 def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """Returns the state tensors that `Engine.fill` writes for a record of the format `form` with these tensors."""
+    """Returns the state tensors that `Engine.fill` writes for a record.
+
+    The record has the format `form`. `Engine.fill` gets the tensors `values` and `given`.
+    """
     from memascend import engine
 
     state = engine.state_tensors(values, form, "momentum" if "momentum_buffer" in given else "adam")
@@ -70,7 +73,10 @@ def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) 
 
 
 def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Call, dict[str, Call]]]:
-    """Yields for each format its name, our call, and the peers' calls by name. Each call updates state of its own."""
+    """Yields for each format: its name, memascend's call, and the calls of the peers by name.
+
+    Each call updates its own copy of the state.
+    """
     import torch
 
     from memascend import kernels
@@ -99,7 +105,10 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
 
 
 def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numbers: dict[str, Any]) -> Call:
-    """Returns a call that runs torch's fused AdamW on a float32 master weight and rounds the result into `out`."""
+    """Returns a call that runs torch's fused AdamW on a float32 master weight.
+
+    The call then rounds the master weight into `out`.
+    """
     import torch
 
     parameter = torch.nn.Parameter(wide[0].clone())
@@ -118,7 +127,10 @@ def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numb
 
 
 def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
-    """Returns, for each installed peer with 8-bit moments, a call that makes a step on float32 parameters."""
+    """Returns calls that make a step on float32 parameters.
+
+    There is one call for each installed library that has an AdamW with 8-bit moments.
+    """
     import torch
 
     peers: dict[str, Call] = {}
@@ -130,7 +142,8 @@ def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any
         parameter = torch.nn.Parameter(master.clone())
         parameter.grad = grad.float()
         optimizer = optimizers.AdamW8bit([parameter], **numbers)
-        # The first step creates the state. torchao also compiles its step, which takes half a minute.
+        # The first step is not measured. It creates the state. torchao also compiles its step here, which takes half a
+        # minute.
         optimizer.step()
         peers[f"{package}'s AdamW8bit"] = optimizer.step
     return peers

@@ -1,7 +1,7 @@
-"""Measures the replay of the gradient log in a store that was not closed: updates a second, and bytes moved a second.
+"""Measures how fast memascend replays the gradient log of a store that was not closed, in updates and bytes per second.
 
-A child process trains a model that is kept in RAM as a whole, and then kills itself. The replay then reads each record,
-and its gradients from the log, updates the record, and writes it.
+A child process trains a model that is kept in RAM as a whole, and then kills itself with SIGKILL. The replay then reads
+each record and the record's gradients in the log, updates the record, and writes it to the store.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from typing import Any
 
 _WIDTH = 1024
 _CHUNKS = 12
-# Bytes for each bf16 parameter: its state, which the replay reads and writes, and its gradient in each step.
+# `_STATE_BYTES` is the size of the state of a bf16 parameter, which the replay reads and writes. `_GRADIENT_BYTES` is
+# the size of the parameter's gradient, which the log has once for each step.
 _STATE_BYTES, _GRADIENT_BYTES = 12, 2
 
 
 def main() -> None:
-    """Measures some rounds; prints a line for each of them, and their median."""
+    """Measures some rounds; prints a line for each round, and the median."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=25, metavar="MILLIONS")
-    parser.add_argument(
-        "--steps", type=int, default=16, help="steps of the run that is killed; the log has all of them"
-    )
+    parser.add_argument("--steps", type=int, default=16, help="steps of the killed run, all of which are in the log")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that replay the log")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
@@ -61,7 +60,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         child.start()
         child.join()
         if child.exitcode != -signal.SIGKILL:
-            raise SystemExit("the training process ended before it killed itself; its output is above")
+            raise SystemExit("the training process failed before its last step; its output is above")
         with Store.open(path) as store:
             parameters = sum(_elements(record["shape"]) for record in store.each_record() if record["state"])
             store.go_back()
@@ -69,7 +68,9 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
             with Engine(store, chunks=_CHUNKS, threads=options.threads) as engine:
                 began, busy = time.perf_counter(), time.process_time()
                 if not engine.replay(lambda _done, everything: heard.append(everything)):
-                    raise SystemExit("the store had no log")
+                    raise SystemExit(
+                        "the store of the killed training has no gradient log, so the replay cannot be measured"
+                    )
                 seconds, busy = time.perf_counter() - began, time.process_time() - busy
     updates = heard[-1] // _GRADIENT_BYTES
     return {
@@ -90,7 +91,7 @@ def _elements(shape: list[int]) -> int:
 
 
 def _train(path: str, millions: int, steps: int) -> None:
-    """Makes `steps` durable steps, which write nothing but gradients, and kills this process."""
+    """Makes `steps` durable steps, and then kills this process. The steps write only gradients to storage."""
     import torch
 
     import memascend

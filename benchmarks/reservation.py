@@ -1,15 +1,18 @@
-"""Computes the host memory that four pooling schemes reserve for the same units of published models.
+"""Computes the host memory that four kinds of pools reserve for the same units of published models.
 
-A training step walks the units of a model in order; at any time a window of consecutive units is in memory. Four
-pools can hold every such window:
+A training step uses the units of a model in order. At any time, a window of consecutive units is in memory. Each of the
+four pools can hold every such window:
 
-- one size: as many slots as a window has tensors at most, each as large as the largest tensor (ZeRO-Infinity, whose
-  tensors below a threshold stay in memory instead and are counted at their exact size);
-- one size, rounded: the same slots, the allocation rounded up to a power of two (as torch's pinned allocator does);
-- per shape: for each tensor shape, as many slots as a window has tensors of it at most (the MemAscend paper);
-- arena: slots of unit sizes as `plan.arena_classes` chooses them, in the arena's own layout.
+- "one size": each slot is as large as the largest tensor. The number of slots is the largest number of tensors in any
+  window. ZeRO-Infinity uses such a pool. It never offloads tensors below a threshold, so for these small tensors only
+  their exact size is counted.
+- "one size, rounded": the same slots. The whole allocation is rounded up to a power of two, as torch's pinned allocator
+  does.
+- "per shape": slots for each shape of a tensor. For each shape, the number of slots is the largest number of tensors of
+  this shape in any window. The MemAscend paper uses such a pool.
+- "arena": slots for whole units, of the sizes that `plan.arena_classes` chooses, in the layout of memascend's arena.
 
-The bytes needed are the most bytes that any window has; the bytes that a pool reserves beyond them are waste.
+The bytes needed are the bytes of the largest window. The bytes that a pool reserves in addition are waste.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from memascend.plan.memory_plan import arena_classes
 
 POOLS = ("one size, rounded", "one size", "per shape", "arena")
 
-# The bytes of a bf16 or fp16 element.
+# The number of bytes in a bf16 or fp16 element.
 _ELEMENT_BYTES = 2
-# ZeRO-Infinity's default threshold in elements: smaller tensors are never swapped out.
+# The default threshold of ZeRO-Infinity, in elements. It never offloads smaller tensors.
 _PERSISTENT_ELEMENTS = 100_000
-# A unit's tensors begin at multiples of a cache line, so that kernels read them at full speed.
+# Each tensor of a unit begins at a multiple of a cache line, so that kernels read it at full speed.
 _TENSOR_ALIGNMENT = 64
 
 # The sizes in bytes of one unit's tensors.
@@ -50,14 +53,18 @@ class Reservation:
 
 
 def load_models() -> list[dict[str, Any]]:
-    """Returns the models of model_shapes.json: "model", "parameters", and "units" with a "count" and named shapes."""
+    """Returns the models of model_shapes.json.
+
+    Each model has "model" (its name), "parameters" and "units". Each unit has a "count" and the shapes of named
+    tensors.
+    """
     text = Path(__file__).with_name("model_shapes.json").read_text(encoding="utf-8")
     models: list[dict[str, Any]] = json.loads(text)
     return models
 
 
 def unit_bytes(model: dict[str, Any]) -> list[Unit]:
-    """Returns the units of a model in the order of a step. A unit appears as often as its "count" says."""
+    """Returns the units of a model in the order of a step. A unit with a "count" of n is in the list n times."""
     return [
         tuple(math.prod(shape) * _ELEMENT_BYTES for shape in unit["tensors"].values())
         for unit in model["units"]

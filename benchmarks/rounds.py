@@ -1,4 +1,4 @@
-"""Times every case in every round, so that a drift of the machine affects all cases alike."""
+"""Times every case in every round, so that a change of the machine's speed affects all cases."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# Calls that are too short for the clock are repeated until a sample takes this long.
+# A single call may be too short for the clock, so it is repeated until the calls together take this number of seconds.
 _SAMPLE_SECONDS = 0.01
-# torch's threads spin for some 8 ms after a case, waiting for more work; they would take a core from the next case.
+# The seconds of the pause before each sample. After a case, torch's threads wait actively for some 8 ms, and would take
+# a core from the next case.
 _SETTLING_SECONDS = 0.02
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
-    """Returns the seconds of one call of each case: the median over the rounds, after calls that warm up.
+    """Returns for each case the median seconds of one call. Each round measures every case once.
 
-    Sleeps before each sample until the threads of the previous case are at rest.
+    All cases are called before the first round, to warm up. Before each sample, the function sleeps until the threads
+    of the previous case have stopped.
     """
     calls = {name: _calls_in_a_sample(case) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -33,7 +35,7 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int = 7) -> d
 
 
 def _calls_in_a_sample(case: Callable[[], object]) -> int:
-    """Warms up a case; returns the number of calls that take at least `_SAMPLE_SECONDS`."""
+    """Warms up a case. Returns the number of calls that together take at least `_SAMPLE_SECONDS`."""
     case()
     calls = 1
     while True:

@@ -1,4 +1,4 @@
-"""Draws bars and curves, one colour for one system in every picture."""
+"""Draws bars and curves as PNG files. A system has the same colour in every picture."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# On a page on a telephone, a picture is 400 pixels wide; its letters are then as large as those of the text beside it.
+# The sizes of letters in most pictures. On a telephone, a picture is 400 pixels wide. With these sizes, its letters are
+# as large as the text of the page.
 _FONT = {"font.size": 11, "axes.titlesize": 12}
-# The style of a page's main picture, which must be readable at a glance.
+# The style of a page's main picture. Its lines and letters are larger, so that it is readable at a glance.
 _HEADLINE = {
     "font.size": 14, "axes.titlesize": 16, "axes.titleweight": "bold", "lines.linewidth": 3.5, "lines.markersize": 9,
     "axes.titlepad": 14,
 }  # fmt: skip
 _LEGEND_COLUMNS = 2
-# The least distance between the names at the ends of curves, as a fraction of the axes' height.
+# The smallest distance between two names at the ends of curves, as a fraction of the axes' height.
 _APART = 0.16
-# The most letters in a line of a title.
+# The largest number of letters in a line of a title.
 _TITLE = 52
-# The words and the colour for each system, the same in every picture.
+# The words and the colour for each system.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
     "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
@@ -51,14 +52,15 @@ _SYSTEMS = {
     "DeepSpeed aio": ("DeepSpeed's aio", "#d9822b"),
     "one size, rounded": ("slots of the next power of two", "#d9822b"),
 }
-# Colours of systems that `_SYSTEMS` does not have; all differ from the colours there.
+# The colours for systems that are not in `_SYSTEMS`. They differ from all colours in `_SYSTEMS`.
 _OTHERS = ("#1a7f37", "#bf3989", "#9a6700", "#2da3b8", "#cf222e", "#6e7781")
 
 
 def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Draws grouped bars from zero as a PNG: one group for each key of the inner mappings, one colour for each series.
+    """Draws groups of bars as a PNG file. The axis begins at zero.
 
-    Each bar has its value above it. The text "not measured" replaces the bar of a value that is None.
+    There is one group for each key of the inner mappings. Each series has one colour. Each bar has its value above it.
+    If a value is None, the text "not measured" is at the place of its bar.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -89,7 +91,7 @@ def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, fl
 
 
 def _labelled(axes: Any, place: float, value: float | None, colour: str) -> None:
-    """Writes the value above its bar, or "not measured" in place of the bar."""
+    """Writes the value above its bar. If the value is None, writes "not measured" at the place of the bar."""
     if value is None:
         axes.text(place, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=9, color=colour)
         return
@@ -104,11 +106,10 @@ def lines(
     series: Mapping[str, Sequence[tuple[float, float]]],
     spread: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draws curves through points as a PNG, with axes from zero. `units` are the labels of the axes.
+    """Draws curves through points as a PNG file. Both axes begin at zero, and `units` are their labels.
 
-    Each curve has its name and its last value at its end.
-
-    `spread` has the least and the largest measured value of each point, drawn as a bar; None draws no bars.
+    Each curve has its name and its last value at its end. `spread` has the smallest and the largest measured value of
+    each point, which are drawn as a vertical bar. If `spread` is None, there are no such bars.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -136,9 +137,10 @@ def lines(
 def headline(
     path: Path, title: str, units: tuple[str, str], series: Mapping[str, Sequence[tuple[float, float]]]
 ) -> None:
-    """Draws few curves from zero as a PNG. On a telephone, the letters of the picture are as large as the page's text.
+    """Draws a few curves as the main picture of a page, in a PNG file. Both axes begin at zero.
 
-    Each curve has its system's name and its last value at its end.
+    Each curve has its system's name and its last value at its end. On a telephone, the letters of the picture are as
+    large as the text of the page.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -162,7 +164,10 @@ def headline(
 
 
 def _named_at_the_end(axes: Any, ends: list[tuple[float, str, str]]) -> None:
-    """Writes each (value, words, colour) right of the curves, as near to the value's height as its neighbours allow."""
+    """Writes the words of each (value, words, colour) to the right of the curves.
+
+    The words are at the height of the value, or as near to it as the other words allow.
+    """
     ends = sorted(ends)
     heights = [value / axes.get_ylim()[1] for value, _, _ in ends]
     for at in range(1, len(heights)):

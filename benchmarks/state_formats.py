@@ -1,8 +1,10 @@
-"""Trains a small language model with the moments of AdamW in several formats, and shows the losses at the end.
+"""Trains a small language model with several formats for the moments of AdamW, and compares the final losses.
 
-Each run is a process of its own on one thread, in RAM: fp32, bf16, 8bit, bitsandbytes' own AdamW8bit, and (as a
-warning) bf16 with a second moment that is rounded to nearest. Offloaded runs are bit-identical to these
-(`tests/parity`). A run that has a file in the results is not repeated: remove the file to run it again.
+Each run is a separate process on one thread, in RAM. The formats are fp32, bf16, 8bit, and bitsandbytes' AdamW8bit. A
+fifth format shows what goes wrong if bf16 rounds the second moment to nearest. The tests in `tests/parity` check that
+offloaded runs are bit-identical to runs in RAM.
+
+A run that has a file in the results is not repeated. Remove its file to repeat the run.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ FORMATS = {
 }
 SEEDS = (0, 1, 2)
 _EVERY = 20
-# The part of the text that no step trains on.
+# The fraction of the text that is not used for training.
 _KEPT = 1 / 16
 
 
@@ -40,8 +42,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "state_formats")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has bitsandbytes, for its runs")
-    parser.add_argument("--show", action="store_true", help="run nothing: picture and table of earlier runs")
+    parser.add_argument(
+        "--python", default=sys.executable, help="an interpreter that has bitsandbytes, for the runs with it"
+    )
+    parser.add_argument("--show", action="store_true", help="train nothing; draw the picture and table of earlier runs")
     parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
@@ -74,7 +78,7 @@ def _start(options: argparse.Namespace, name: str, seed: int) -> None:
 
 
 def _run(name: str, seed: int) -> dict[str, Any]:
-    """Trains one model; returns its losses, and a checksum of its weights at the end."""
+    """Trains one model; returns its losses and a checksum of its final weights."""
     import torch
 
     from memascend.cli.demo.side import ByteModel, batch, read_text
@@ -117,7 +121,7 @@ def _run(name: str, seed: int) -> dict[str, Any]:
 
 
 def _loss(model: Any, tokens: Any) -> Any:
-    """Returns the model's loss. Computes blocks without checkpoints, which so few tokens do not need."""
+    """Returns the model's loss. Uses no activation checkpointing, because the batches have few tokens."""
     import torch
 
     hidden = model.bytes(tokens[:, :-1]) + model.places(torch.arange(tokens.shape[1] - 1))
@@ -128,7 +132,11 @@ def _loss(model: Any, tokens: Any) -> Any:
 
 
 def _optimizers(model: Any, name: str) -> list[Any]:
-    """Returns the optimizers of a format. With 8 bits there are two, since bitsandbytes keeps some moments in fp32."""
+    """Returns the optimizers of a format.
+
+    Each of the two 8-bit formats needs two optimizers: one for the parameters whose moments bitsandbytes keeps in fp32,
+    and one for the other parameters.
+    """
     import torch
     from support.moments import MomentsInRam, exact_root
 
@@ -142,7 +150,8 @@ def _optimizers(model: Any, name: str) -> list[Any]:
     if name == "bf16":
         return [_reduced({names[id(p)]: p for p in model.parameters()}, name, numbers)]
     if name == "nearest":
-        # This format is only a warning, so memascend has no kernel for it. An optimizer of the tests computes it.
+        # memascend has no kernel for this format, because the format is only a warning. So `MomentsInRam`, an optimizer
+        # of the tests, makes the steps.
         groups, widths = [{"params": list(model.parameters()), **numbers}], dict.fromkeys(model.parameters(), "bf16")
         return [MomentsInRam(groups, widths=widths, keys={}, second=name)]
     plain = torch.optim.AdamW(kept, fused=True, **numbers)
@@ -150,14 +159,14 @@ def _optimizers(model: Any, name: str) -> list[Any]:
         return [plain, _reduced({names[id(p)]: p for p in others}, name, numbers)]
     import bitsandbytes
 
-    # torch may take its square root from a library, with errors of one unit in the last place. memascend's square root
-    # has no such errors.
+    # torch may compute square roots with a library, whose results may be wrong in the last bit. memascend's square
+    # roots are not wrong in the last bit, so `exact_root` replaces torch's function.
     torch.Tensor.sqrt = exact_root  # type: ignore[method-assign, assignment]
     return [plain, bitsandbytes.optim.AdamW8bit(others, **numbers)]
 
 
 def _reduced(named: dict[str, Any], form: str, numbers: dict[str, Any]) -> Any:
-    """Returns an optimizer in RAM that updates the parameters `named` with our kernel for the format `form`."""
+    """Returns an optimizer in RAM. It updates the parameters `named` with memascend's kernel for the format `form`."""
     import torch
 
     from benchmarks.reduced import adamw_reduced, encoded
@@ -228,8 +237,8 @@ def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes.axhline(0, color="black", linewidth=1, label=FORMATS["fp32"])
     wide = {run["seed"]: run["losses"] for run in found["fp32"]}
     for number, (name, runs) in enumerate(found.items()):
-        # Subtracts fp32's losses with the same seed, and so on the same batches: losses of two batches differ by more
-        # than losses of two formats.
+        # Subtracts the losses of fp32 with the same seed. A seed determines the batches of a run. Losses of two
+        # different batches would differ by more than losses of two formats.
         apart = [_apart(run["losses"], wide[run["seed"]]) for run in runs if name != "fp32" and run["seed"] in wide]
         if not apart:
             continue
@@ -246,7 +255,7 @@ def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def _apart(losses: list[float], wide: list[float]) -> list[float]:
-    """Returns by how much `losses` exceed `wide`, each difference averaged over the last 100 steps."""
+    """Returns the differences of `losses` from `wide`. Each difference is the mean over the last 100 steps."""
     apart = [loss - other for loss, other in zip(losses, wide, strict=True)]
     return [statistics.mean(apart[max(0, at - 4) : at + 1]) for at in range(len(apart))]
 

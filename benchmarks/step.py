@@ -1,8 +1,11 @@
-"""Measures seconds, memory and SSD bytes of an offloaded training step, beside the same step in RAM and a lower bound.
+"""Measures the seconds, the memory and the SSD bytes of a training step that memascend offloads.
 
-Each case trains in a process of its own. The processes take turns, so that a drift of the machine affects all cases
-alike. The bound is the time of a step whose compute and disk transfers overlap without loss: compute as measured in
-RAM, bytes from the plan, and the bandwidth that our engine reaches on the same disk in the same run.
+The step is compared with the same step in RAM, and with a lower bound. Each case trains in a separate process. The
+processes take turns, so that a change of the machine's speed affects all cases.
+
+The bound is the time of a step whose computation and disk transfers overlap without loss. It uses the computation time
+that was measured in RAM, the bytes of the plan, and the bandwidth that memascend reaches on the same disk in the same
+run.
 """
 
 from __future__ import annotations
@@ -27,33 +30,34 @@ _CASES = {
     "clipped": {"max_grad_norm": 1.0},
     "smallest": {"gradients": "fused", "host_memory": "smallest"},
 }
-# Budgets from the default to one that keeps all records in RAM. A number is the percentage of parameters kept in RAM.
+# Cases with budgets from the default budget to a budget that keeps all records in RAM. The number in `host_memory` is
+# the percentage of parameters that are kept in RAM.
 _HELD = {
     **{f"held {part}%": {"gradients": "fused", "host_memory": part} for part in (0, 20, 40, 50, 60, 80, 100)},
     "held 100%, none": {"gradients": "fused", "host_memory": 100, "durability": "none"},
 }
-# Moments in fewer bits, compared with "fused".
+# Cases with moments in fewer bits. They are compared with the case "fused".
 _STATES = {f"state {form}": {"gradients": "fused", "state": form} for form in ("bf16", "8bit")}
 _ALL = _CASES | _HELD | _STATES
-# The cases with which other cases are compared: torch's fused AdamW on fp32 master weights in memory; memascend with no
-# records kept in RAM; memascend with fp32 moments.
+# The three cases with which other cases are compared. `_RAM` trains in memory with torch's fused AdamW on fp32 master
+# weights. `_NONE_HELD` is memascend without records kept in RAM. `_FP32` is memascend with fp32 moments.
 _RAM, _NONE_HELD, _FP32 = "in RAM", "held 0%", "fused"
 _WARM_STEPS = 2
-# Bytes of a store for each bf16 parameter.
+# The bytes of a store for each bf16 parameter.
 _SLOTS_BYTES = 26
 
 
 def main() -> None:
-    """Measures every workload and prints a table for each."""
+    """Measures every workload and prints a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
     parser.add_argument(
-        "--cases", nargs="+", choices=_ALL, help='default: no "held", no "state"; above 1000 tokens: two'
+        "--cases", nargs="+", choices=_ALL, help='default: all but "held" and "state"; above 1000 tokens: two'
     )
-    parser.add_argument("--held", action="store_true", help='all "held" cases, and the one in RAM')
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn; the first of several is not counted")
+    parser.add_argument("--held", action="store_true", help='all "held" cases, and the case "in RAM"')
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns of each process")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a turn; the first of several is not counted")
     parser.add_argument("--checkpoint", action="store_true", help="recompute blocks in the backward")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--json", action="store_true", help="print values instead of tables")
@@ -82,7 +86,7 @@ def main() -> None:
 
 @dataclass
 class _Case:
-    """The process of a case, with its answers at the start and after each turn."""
+    """The process of a case, its answer at the start, and its answers after each turn."""
 
     process: Process
     started: dict[str, Any]
@@ -90,7 +94,7 @@ class _Case:
 
 
 class _Workload:
-    """Measures all cases with one number of tokens a step."""
+    """Measures all cases. All cases have the same number of tokens in a step."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, tokens: str) -> None:
         self.options, self.folder, self.tokens = options, folder, tokens
@@ -145,7 +149,10 @@ class _Workload:
         return _Case(process, process.ask(begin=True))
 
     def _bandwidth(self, pattern: Any) -> float:
-        """Returns the engine's GB/s for a pattern, on a file of a store's size, with an update's number of buffers."""
+        """Returns the GB/s of memascend's engine for a pattern of access.
+
+        The file has the size of a store. The number of buffers is the same as in an update.
+        """
         from memascend import nvme
         from memascend.cli.storage import blocks, transfer
 
@@ -159,7 +166,10 @@ class _Workload:
 
 
 def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
-    """Returns medians over all turns without their first steps, before which the disk had time to finish its writes."""
+    """Returns the medians of a case over all turns.
+
+    The first step of each turn is not counted, because the disk had time to finish its writes before this step.
+    """
     parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
     for turn in case.turns:
         for part, taken in parts.items():
@@ -175,7 +185,7 @@ def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwidth: dict[str, float]) -> None:
-    """Adds to a case its bound, and its ratios to the bound and to the case in RAM."""
+    """Adds to `case` its bound, its ratio to the bound, and its ratios to the case in RAM."""
     if ram is None or name == _RAM:
         return
     from benchmarks.train.judge import bound
@@ -221,7 +231,7 @@ def _shown(result: dict[str, Any]) -> str:
 
 
 def _planned(case: dict[str, Any]) -> str:
-    """Returns the bytes that a step moves for each parameter, by the plan; "" without a plan."""
+    """Returns the bytes that a step moves for each parameter according to the plan; "" if the case has no plan."""
     plan = case.get("plan")
     if plan is None:
         return ""
@@ -233,7 +243,7 @@ def _planned(case: dict[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains one case, and makes steps whenever the main process asks for them."""
+    """Trains one case. Makes steps when the main process asks for steps."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.work = work
@@ -241,7 +251,7 @@ class _Worker:
         self.steps = 0
 
     def answer(self, steps: int = 0, *, begin: bool = False, end: bool = False) -> dict[str, Any]:
-        """Begins the case, ends it, or makes `steps` steps; returns the measurements."""
+        """Begins the case, makes `steps` steps, or ends the case; returns measurements."""
         if begin:
             return self._begin()
         return self._end() if end else self._turn(steps)
@@ -282,7 +292,7 @@ class _Worker:
                 "written": plan.written_bytes,
             }
         self.model = model
-        # The peak of training must not include the peak of making the model.
+        # Resets the memory peak of the process. The peak of training must not include the peak of making the model.
         process.restart_peak()
         self.baseline = baseline
         self._turn(_WARM_STEPS)

@@ -1,4 +1,4 @@
-"""Throttles the drive for this process, with a cgroup that limits block I/O. Needs root."""
+"""Throttles the drive for this process with a cgroup that limits I/O. Needs root."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
-    """Context manager that limits the I/O of this process and its children on a folder's device.
+    """Limits the I/O of this process and its children on the disk of `folder` while the context is open.
 
     `read` and `write` are in bytes a second. The kernel does not throttle reads that the page cache serves.
     """
@@ -41,7 +41,7 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
         if group.is_dir():
             group.rmdir()
         raise SystemExit(
-            f"throttling a drive needs root, and a cgroup with the controller of block I/O: {error}"
+            f"could not throttle the drive: run as root, on a kernel that limits block I/O in cgroups: {error}"
         ) from error
     try:
         yield
@@ -51,16 +51,22 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
 
 
 def _own_group(controller: str) -> str:
-    """Returns this process's cgroup, relative to the root of the controller's hierarchy; "" means cgroup version 2."""
+    """Returns the path of this process's cgroup, relative to the root of the controller's hierarchy.
+
+    The controller "" stands for cgroup version 2.
+    """
     lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
     return next(path for _, controllers, path in lines if controller in controllers.split(",")).lstrip("/")
 
 
 def _device(folder: Path) -> str:
-    """Returns MAJOR:MINOR of the whole disk of a folder; the kernel does not limit partitions."""
+    """Returns the MAJOR:MINOR of the disk of a folder.
+
+    It is the whole disk, because the kernel does not limit partitions.
+    """
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not device.exists():
-        raise SystemExit(f"{folder} is on no block device of its own: name a folder on one by --storage")
+        raise SystemExit(f"{folder} is not on a disk that can be throttled: choose another folder with --storage")
     whole = device.parent if (device / "partition").exists() else device
     return (whole / "dev").read_text().strip()

@@ -1,9 +1,12 @@
-"""Measures the cost of a Trainer's position in a step: `memascend.trainer.offload()` beside `memascend.offload()`.
+"""Measures what it costs to save a Trainer's position in each step.
 
-Three Trainers train the same model in float32, each in a process of its own; the processes take turns. "one line" is
-`memascend.trainer.offload(trainer)`, which commits the Trainer's position with each step. "no position" is the same,
-but commits an empty position. "by hand" is `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`; this
-Trainer cannot resume. A step is the time from one `on_step_end` to the next, with the fetch of the batch.
+Three Trainers train the same model in float32. Each of them has a separate process, and the processes take turns:
+
+- "one line" uses `memascend.trainer.offload(trainer)`. It commits the Trainer's position with each step.
+- "no position" does the same, but commits an empty position.
+- "by hand" uses `memascend.offload()`, `optimizers=(optimizer, None)` and `Callback()`. This Trainer cannot resume.
+
+The time of a step is the time from one `on_step_end` to the next `on_step_end`. It includes the fetch of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from typing import Any
 from benchmarks.turns import at_work
 
 _CASES = ("one line", "no position", "by hand")
-# The numbers of lines of the logs with which the position is also measured, `_TAKEN` times each.
+# The position contains the Trainer's log. So the benchmark also measures the position with longer logs. `_LINES` has
+# the numbers of lines of these logs, and each log is measured `_TAKEN` times.
 _LINES = (100, 1_000, 10_000)
 _TAKEN = 5
 _WARM_STEPS = 6
@@ -31,9 +35,9 @@ def main() -> None:
     """Measures all cases and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
-    parser.add_argument("--length", type=int, default=32, help="tokens of a step")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--length", type=int, default=32, help="tokens in a step")
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each process")
+    parser.add_argument("--steps", type=int, default=4, help="number of steps in a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write trainer.txt and trainer.json there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -69,7 +73,7 @@ def _measured(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "cases": {
             name: {"seconds": statistics.median(own), "spread": [min(own), max(own)]} for name, own in seconds.items()
         },
-        # One ratio for each round, since the machine drifts.
+        # There is one ratio for each round, because the machine's speed changes between rounds.
         "ratios": {
             name: [
                 statistics.median(one["seconds"]) / statistics.median(other["seconds"])
@@ -147,14 +151,17 @@ def _train(work: dict[str, Any]) -> None:
         )
     else:
         memascend.trainer.offload(trainer, storage=storage)
-    # PrinterCallback prints to standard output, where `Process.ask` reads the answers.
+    # PrinterCallback would print to standard output, from which `Process.ask` reads the answers.
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(_turns(positions))
     trainer.train()
 
 
 class _Positions:
-    """Replaces `Resume.position` in this process: times each call, or returns an empty position."""
+    """Replaces `Resume.position` in this process. Measures the time of each call.
+
+    If `empty` is True, each call returns an empty position.
+    """
 
     def __init__(self, *, empty: bool) -> None:
         from memascend.trainer.resume import Resume
@@ -175,11 +182,17 @@ class _Positions:
 
 
 def _turns(positions: _Positions) -> Any:
-    """Returns a callback that lets the Trainer make as many steps as a question asks for, and then answers."""
+    """Returns a callback that answers the questions of the main process.
+
+    For each question, the Trainer makes the number of steps that the question asks for.
+    """
     import transformers
 
     class Turns(transformers.TrainerCallback):
-        """Reads questions from standard input between two steps, and prints the answers."""
+        """Reads a question from standard input before the first step of a turn.
+
+        Prints the answer after the last step.
+        """
 
         def __init__(self) -> None:
             self._left, self._began = 0, 0.0
@@ -190,7 +203,7 @@ def _turns(positions: _Positions) -> Any:
             self._wait(state)
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:  # noqa: ARG002
-            """Counts a step; answers after the last step of the question, and waits for the next question."""
+            """Counts a step. After the last step of a turn, answers the question and waits for the next question."""
             self._seconds.append(time.perf_counter() - self._began)
             self._left -= 1
             if self._left == 0:
@@ -199,14 +212,17 @@ def _turns(positions: _Positions) -> Any:
             self._began = time.perf_counter()
 
         def _answer(self) -> None:
-            # The first step of a turn is not counted: the disk may still write for another case.
+            # The first step of a turn is not counted, because the disk may still write for another case.
             counted = {"seconds": self._seconds[1:], "positions": positions.seconds[1:], "bytes": positions.bytes}
             print(json.dumps(counted), flush=True)
             self._seconds.clear()
             positions.seconds.clear()
 
         def _wait(self, state: Any) -> None:
-            """Answers questions for positions with a long log, until a question asks for steps."""
+            """Waits for a question that asks for steps.
+
+            Until then, answers questions that ask for the position with a long log.
+            """
             while True:
                 question = json.loads(sys.stdin.readline())
                 if "steps" in question:

@@ -1,4 +1,7 @@
-"""Runs each case in its own process. The cases take turns, so that a drift of the machine affects all of them alike."""
+"""Runs each case in a separate process.
+
+The processes take turns, so that changes of the machine's speed affect all cases.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """The process of a case, which answers each question with one line of JSON."""
+    """The process of a case. It answers each question with one line of JSON."""
 
     def __init__(self, module: str, work: dict[str, Any]) -> None:
-        """Starts `python -m benchmarks.MODULE --work JSON`, which calls `serve`."""
+        """Starts `python -m benchmarks.MODULE --work JSON`. This program calls `serve`."""
         words = [sys.executable, "-m", f"benchmarks.{module}", "--work", json.dumps(work)]
         self._peer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Sends a question; returns the answer of the case. Raises SystemExit if the process has ended."""
+        """Sends a question to the process; returns the answer. Raises SystemExit if the process has ended."""
         assert self._peer.stdin is not None
         assert self._peer.stdout is not None
         print(json.dumps(question), file=self._peer.stdin, flush=True)
@@ -29,7 +32,7 @@ class Process:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise SystemExit("a case ended early; its output is above")
+        raise SystemExit("the process of a case failed; its error is above")
 
     def end(self) -> None:
         """Kills the process."""
@@ -39,9 +42,9 @@ class Process:
 
 @contextmanager
 def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> Iterator[dict[str, Process]]:
-    """Yields the processes by case, and kills them at the end.
+    """Yields the processes of all cases, and kills them at the end. The keys are the names of the cases.
 
-    Each process starts after the previous process has answered the question `first`.
+    A process starts only after the previous process has answered the question `first`.
     """
     processes: dict[str, Process] = {}
     try:
@@ -55,6 +58,9 @@ def at_work(module: str, works: Mapping[str, dict[str, Any]], **first: Any) -> I
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answers each line of JSON on standard input with the result of `answer`, until standard input ends."""
+    """Reads questions from standard input, one JSON object in each line.
+
+    Prints the result of `answer` for each question.
+    """
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)

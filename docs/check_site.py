@@ -1,7 +1,9 @@
-"""Checks the pages that make_site.py made: `python docs/check_site.py` prints all faults, exits with 1 if it found any.
+"""Checks the pages that make_site.py made: `python docs/check_site.py` prints all faults.
 
-Faults are raw markup, lost headings, dead links and anchors (also into the repository), pictures without alternative
-text or wider than their column, and files that a page fetches from other hosts.
+Exits with 1 if it found a fault.
+
+Faults are raw markup, missing headings, dead links and anchors, pictures without alternative text, pictures that are
+wider than their column, and files that a page fetches from other hosts. Links to the repository are checked, too.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# In pixels. The column of a phone shows a drawing of this width at three quarters of its size, so that letters of 14
-# pixels have 11 pixels there.
+# In pixels. A phone shows a drawing of this width at three quarters of its size, so that letters of 14 pixels have 11
+# pixels there.
 WIDEST_DRAWING = 480
 
 _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 _HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-# These match Markdown that a renderer left as it is: `_RAW` outside of code, `_FENCE` within code.
+# These patterns match Markdown that was not rendered: `_RAW` outside of code, `_FENCE` inside code.
 _RAW = re.compile(r"```|~~~|`|\]\(|\*\*|^\||^#+ |^[-*+] |^:::|\{[:#.]", re.MULTILINE)
 _FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
 
@@ -45,7 +47,7 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collects a tag's anchors, links, pictures and fetched files."""
+        """Collects the anchors, links, pictures and fetched files of a tag."""
         told = {name: value or "" for name, value in attrs}
         self.anchors.update(told[name] for name in ("id", "name") if name in told)
         if tag == "a" and "href" in told:
@@ -66,13 +68,13 @@ class Page(HTMLParser):
             self._open.append((tag, told.get("class", "")))
 
     def handle_endtag(self, tag: str) -> None:
-        """Closes the tag, and tags in it without an end tag."""
+        """Closes the tag. Also closes inner tags that have no end tag."""
         if self._inside(tag):
             while self._open.pop()[0] != tag:
                 pass
 
     def handle_data(self, data: str) -> None:
-        """Adds a text to the article's headings, code or prose."""
+        """Adds `data` to the headings, the code or the prose of the article."""
         if not self._inside("article") or self._inside("script", "style"):
             return
         classes = [name for _, name in self._open]
@@ -99,7 +101,7 @@ def headings(markdown: str) -> list[str]:
 
 
 def faults_of_text(page: Page, source: Path) -> list[str]:
-    """Returns faults: raw markup, and headings that differ from those of the source."""
+    """Returns faults: raw markup, and headings that differ from the headings in the Markdown source."""
     found = [f"shows raw markup: {text!r}" for text in sorted({match[0] for match in _RAW.finditer(page.prose)})]
     found += [f"shows a raw fence: {text!r}" for text in sorted(set(_FENCE.findall(page.code)))]
     shown = [" ".join(title.split()) for title in page.headings]
@@ -111,7 +113,7 @@ def faults_of_text(page: Page, source: Path) -> list[str]:
 
 
 def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
-    """Returns faults: links whose target does not exist, on the site (a file or an anchor) or in the repository."""
+    """Returns faults: links whose target file or anchor does not exist on the site or in the repository."""
     found = []
     for link in page.links:
         where = urlsplit(link)
@@ -122,9 +124,9 @@ def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
         else:
             target = _target(page, where.path)
         if not target.exists():
-            found.append(f"links to {link}, which is not there")
+            found.append(f"links to {link}, which does not exist")
         elif where.fragment and target in pages and unquote(where.fragment) not in pages[target].anchors:
-            found.append(f"links to {link}, which has no such anchor")
+            found.append(f"links to {link}, but the page does not have this anchor")
     return found
 
 
@@ -137,9 +139,9 @@ def faults_of_pictures(page: Page) -> list[str]:
         if not picture.get("alt"):
             found.append(f"shows {name} without alternative text")
         if {"width", "height", "style"} & picture.keys():
-            found.append(f"gives {name} a size of its own, which may be wider than the column")
+            found.append(f"sets a size for {name}, which may be wider than the column")
         if not path.is_file():
-            found.append(f"shows {name}, which is not there")
+            found.append(f"shows {name}, which does not exist")
         elif path.suffix == ".svg" and int(re.search(r'\bwidth="(\d+)"', path.read_text())[1]) > WIDEST_DRAWING:  # type: ignore[index]
             found.append(f"shows {name}, whose letters are too small on a phone")
     return found
@@ -150,7 +152,7 @@ def faults_of_styles() -> list[str]:
     sheets = {path: path.read_text(encoding="utf-8") for path in SITE.rglob("*.css")}
     found = []
     if not any(re.search(r"\.md-typeset img\b[^{}]*\{[^}]*max-width:100%", sheet) for sheet in sheets.values()):
-        found.append("no style keeps pictures within their column")
+        found.append("no style rule limits the width of pictures to their column")
     own = re.sub(r"/\*.*?\*/", "", sheets[SITE / "site.css"], flags=re.DOTALL)
     found += [
         f"site.css gives {rule.strip()} a width"
@@ -161,7 +163,7 @@ def faults_of_styles() -> list[str]:
 
 
 def check() -> list[str]:
-    """Returns every fault of the site, with the page that has it."""
+    """Returns every fault of the site, with the name of the page that has the fault."""
     pages = {path: Page(path) for path in sorted(SITE.rglob("*.html"))}
     found = faults_of_styles()
     for path, page in pages.items():
@@ -173,12 +175,12 @@ def check() -> list[str]:
         if made in pages:
             found += [f"{made.relative_to(SITE)} {fault}" for fault in faults_of_text(pages[made], source)]
         else:
-            found.append(f"{source.name} is no page of the site")
+            found.append(f"the site has no page for {source.name}")
     return found
 
 
 def _target(page: Page, place: str) -> Path:
-    """Returns the file of the site that a link of the page leads to."""
+    """Returns the file of the site to which a link in `page` leads."""
     if not place:
         return page.path
     target = SITE / unquote(place[1:]) if place.startswith("/") else page.path.parent / unquote(place)

@@ -1,7 +1,8 @@
-"""Makes the site of the documents with Zensical: `python docs/make_site.py` writes target/site.
+"""Makes the documentation site with Zensical: `python docs/make_site.py` writes target/site.
 
-`copy_pages()` copies pages, pictures and llms.txt, and replaces links out of docs/ by links to the repository. Zensical
-makes HTML of them. `finish()` adds line breaks to names in code, and removes requests to GitHub.
+`copy_pages()` copies pages, pictures and llms.txt. In the copies, it replaces links to files outside docs/ by links to
+the repository. Zensical converts the pages to HTML. `finish()` adds line breaks to names in code, and removes requests
+to GitHub.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks/results"
 PAGES, SITE = ROOT / "target/pages", ROOT / "target/site"
 REPOSITORY = "https://github.com/memascend/memascend/blob/main/"
-# `_PICTURE` matches pictures of benchmarks, `_OUTSIDE` other links of a page that leave the folder of the documents.
+# `_PICTURE` matches pictures of benchmark results. `_OUTSIDE` matches all other links of a page to files outside docs/.
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()\.\./benchmarks/results/([\w-]+\.png)\)")
 _OUTSIDE = re.compile(r"(\]\()\.\./([^)#]+)")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
@@ -27,12 +28,13 @@ _JOINT = re.compile(r"(?<=[\w)\]])[._=,/(]+(?=[A-Za-z&{])")
 
 
 def copy_pages() -> None:
-    """Copies pages, drawings, pictures and the style to target/pages, where Zensical reads them."""
+    """Copies pages, drawings, pictures and the style sheet to target/pages, where Zensical reads them."""
     for folder in (PAGES, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     PAGES.mkdir(parents=True)
     for page in DOCS.glob("*.md"):
-        # Link each picture of results to its file: a phone's column is too narrow for several panels.
+        # Link each picture of results to its file, because a phone's column is too narrow for a picture with several
+        # panels.
         text = _PICTURE.sub(r"[\1\2)](\2)", page.read_text(encoding="utf-8"))
         (PAGES / page.name).write_text(_OUTSIDE.sub(rf"\1{REPOSITORY}\2", text), encoding="utf-8")
     for path in (DOCS / "site.css", ROOT / "llms.txt", *RESULTS.glob("*.png")):
@@ -41,20 +43,20 @@ def copy_pages() -> None:
 
 
 def finish(html: str) -> str:
-    """Keeps options on one line, lets names in tables break at joints, and removes the request for GitHub's stars."""
+    """Prevents line breaks in options, allows line breaks in long names in tables, and removes a request to GitHub."""
     html = _in_code(_OPTION, r'<span class="option">\g<0></span>', html)
     html = _CELL.sub(lambda cell: _in_code(_JOINT, r"\g<0><wbr>", cell[0]), html)
     return html.replace('data-md-component="source"', "")
 
 
 def _in_code(pattern: re.Pattern[str], put: str, html: str) -> str:
-    """Replaces the pattern by `put` in the texts of `<code>` elements."""
+    """Replaces matches of `pattern` by `put` in the text of `<code>` elements."""
     return _CODE.sub(lambda code: _TEXT.sub(lambda text: pattern.sub(put, text[0]), code[0]), html)
 
 
 if __name__ == "__main__":
     copy_pages()
-    # `--clean` drops the cache of an earlier build, which may have older docstrings.
+    # `--clean` deletes the cache of an earlier build, because it may have older docstrings.
     build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if subprocess.run(build, cwd=ROOT, check=False).returncode:
         sys.exit(1)

@@ -1,10 +1,11 @@
-"""Fine-tunes the model of a folder on conversations in a plain loop, as `memascend train` does.
+"""Fine-tunes a model on conversations in a plain loop, with the same method as `memascend train`.
 
     python examples/small_model.py small
     python examples/finetune.py --model small/model --data small/data/messages.jsonl --output tuned --storage state
 
-offload() streams the weights from their files to storage, one parameter at a time. Kill the script while it trains, and
-start it again: the training continues at the next step with the same bits.
+offload() streams the weights from the model's files to storage, one parameter at a time. You can kill the script while
+it trains, and start it again: the training continues at the next step. The result has the same bits as without the
+kill.
 """
 
 import argparse
@@ -19,11 +20,15 @@ import memascend
 
 
 def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int) -> tuple[list[int], list[int]]:
-    """Returns token ids and labels: the loss covers the assistant's text alone, which must be the last turn."""
+    """Returns the token ids and labels of a conversation.
+
+    The last message must be the assistant's. Only this message has labels, so only this message contributes to the
+    loss.
+    """
     before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if messages[-1]["role"] != "assistant" or not whole.startswith(before):
-        raise SystemExit("these conversations or this template need `memascend train`, which finds each answer")
+        raise SystemExit("this script supports neither these conversations nor this template: use `memascend train`")
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids = tokens["input_ids"][:length]
     ends = [end for _, end in tokens["offset_mapping"]]
@@ -31,7 +36,7 @@ def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int
 
 
 def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Makes a batch of rows; pads shorter ones with tokens that attention and loss ignore."""
+    """Makes a batch of rows. Pads shorter rows with tokens that attention and loss ignore."""
     length = max(len(ids) for ids, _ in rows)
 
     def padded(lists: list[list[int]], value: int) -> torch.Tensor:
@@ -45,18 +50,20 @@ def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> di
 
 
 def main() -> None:
-    """Trains, or resumes the training in the storage."""
+    """Trains a model. If the storage already has the state of a training, resumes this training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="JSON lines with `messages`")
-    parser.add_argument("--output", required=True, type=Path, help="where the trained model is written")
+    parser.add_argument("--output", required=True, type=Path, help="the folder for the trained model")
     parser.add_argument("--storage", required=True, help="a folder, file or NVMe device for the training state")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
+    parser.add_argument(
+        "--host-memory", help='a hard budget such as "8GiB"; default: the least memory that allows full speed'
+    )
     parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=1, help="rows computed at once")
-    parser.add_argument("--accumulate", type=int, default=8, help="batches of a step")
+    parser.add_argument("--batch", type=int, default=1, help="the number of rows that are computed at once")
+    parser.add_argument("--accumulate", type=int, default=8, help="the number of batches in a step")
     parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--steps", type=int, help="default: once over the data")
+    parser.add_argument("--steps", type=int, help="default: one pass over the data")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -66,15 +73,17 @@ def main() -> None:
     per_epoch = len(rows) // together
     steps = options.steps or per_epoch
     if not per_epoch:
-        raise SystemExit(f"{len(rows)} rows make no step of {together}")
+        raise SystemExit(
+            f"{len(rows)} rows are too few for a step of {together}: use more data or a smaller --accumulate"
+        )
 
-    # Make the model on meta, without memory: offload() reads the weights from the folder, one parameter at a time.
+    # Make the model on meta, without memory. offload() then reads the weights from the folder, one parameter at a time.
     config = AutoConfig.from_pretrained(options.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. transformers before 5.23 has the method under the second name.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
+    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -85,11 +94,11 @@ def main() -> None:
         host_memory=options.host_memory,
         max_grad_norm=1.0,
         accumulation_steps=options.accumulate,
-        # offload() reads the weights only if the storage has no training yet.
+        # offload() reads the weights only if the storage has no training state yet.
         weights=options.model,
     )
-    # step() advances the schedule, and a resume restores it. optimizer.steps, the number of committed steps, tells
-    # where to continue in the data.
+    # step() advances the schedule, and a resume restores the schedule. After a resume, continue the data at step
+    # optimizer.steps, the number of committed steps.
     warmup = math.ceil(0.03 * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
@@ -101,17 +110,18 @@ def main() -> None:
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(epoch)).tolist()
             chosen = [rows[number] for number in order[place * together :][:together]]
             count = sum(label != -100 for _, labels in chosen for label in labels[1:])
-            # Seed by the step, so that dropout does not depend on where this process began.
+            # Seed with the step's number, so that dropout does not depend on the step at which this process began.
             torch.manual_seed(step)
             total = 0.0
             for start in range(0, together, options.batch):
                 batch = collate(chosen[start : start + options.batch], model.device)
                 learnt = int((batch["labels"][:, 1:] != -100).sum())
-                # Weight by labelled tokens: the sum over batches is the mean over all labelled tokens of the step.
+                # Weight each batch's loss by its number of labelled tokens. The sum over the batches is then the mean
+                # over all labelled tokens of the step.
                 loss = model(**batch, use_cache=False).loss * (learnt / count)
                 optimizer.backward(loss)
                 total += loss.item()
-            # Commit the step: all its updates become visible and durable at once.
+            # step() commits: all updates of the step become visible and durable at once.
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {total:.4f}, norm {optimizer.grad_norm:.3f}", flush=True)

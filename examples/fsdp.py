@@ -1,10 +1,10 @@
-"""Trains on several ranks as torchtitan does: a model on meta, a slice of a mesh with names, fully_shard() by block.
+"""Trains on several ranks as torchtitan does: model on meta, named device mesh, fully_shard() of each block.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --storage state
     torchrun --standalone --nproc-per-node 4 examples/fsdp.py --storage replicas --replicas 2
 
-Kill the script at any moment, and start it again: the training continues at the next step. Runs with 1, 2 and 4 ranks,
-also in replicas, have the same bits.
+You can kill the script at any moment, and start it again: the training continues at the next step. Runs with 1, 2 and 4
+ranks give bit-identical results, with and without replicas.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import memascend
 
-MICRO_BATCHES = 4  # in a step, over all ranks
+MICRO_BATCHES = 4  # the number of micro-batches in a step, of all ranks together
 parser = argparse.ArgumentParser()
 parser.add_argument("--storage", required=True)
 parser.add_argument("--steps", type=int, default=8)
@@ -30,12 +30,12 @@ sizes = {"pp": 1, "dp_replicate": options.replicas, "dp_shard": ranks // options
 mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 mesh = mesh["dp_replicate", "dp_shard"] if options.replicas > 1 else mesh["dp_shard"]
 
-with torch.device("meta"):  # offload() initialises the parameters, unit by unit
+with torch.device("meta"):  # offload() later initialises the parameters, unit by unit
     shape = {"nhead": 4, "dim_feedforward": 512, "dropout": 0.0, "batch_first": True}
     blocks = [nn.TransformerEncoderLayer(128, **shape) for _ in range(4)]
     model = nn.Sequential(nn.Embedding(256, 128), *blocks, nn.Linear(128, 256))
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-for block in blocks:  # the last block stays gathered: the backward begins with it
+for block in blocks:  # the last block stays gathered, because the backward begins with this block
     fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1])
 fully_shard(model, mesh=mesh, mp_policy=policy)
 torch.manual_seed(0)

@@ -1,10 +1,10 @@
-"""Trains the model of a folder with the Trainer of transformers; after a kill, the same command resumes.
+"""Trains a model with the Trainer of transformers. If the process is killed, the same command resumes the training.
 
     python examples/small_model.py small
     python examples/hf_trainer.py --model small/model --data small/data/text.txt --output trained --storage state
 
-loading() makes the model without its weights; offload() streams them from their files to storage, one parameter at a
-time.
+loading() makes the model without its weights. offload() then streams the weights from the model's files to storage, one
+parameter at a time.
 """
 
 import argparse
@@ -22,13 +22,15 @@ import memascend.trainer
 
 
 def main() -> None:
-    """Trains, or resumes the training in the storage."""
+    """Trains a model. If the storage already has the state of a training, resumes this training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
-    parser.add_argument("--data", required=True, type=Path, help="a text")
+    parser.add_argument("--data", required=True, type=Path, help="a text file")
     parser.add_argument("--storage", required=True, help="a folder, file or NVMe device")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
-    parser.add_argument("--output", default="trained", help="where the Trainer writes")
+    parser.add_argument(
+        "--host-memory", help='a hard budget such as "8GiB"; default: the least memory that allows full speed'
+    )
+    parser.add_argument("--output", default="trained", help="the folder for the trained model")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Trains LoRA adapters with peft: the frozen model streams from storage, only adapters have optimizer state.
+"""Trains LoRA adapters with peft. The frozen model streams from storage; only the adapters have optimizer state.
 
     python examples/small_model.py small
     python examples/lora.py --model small/model --data small/data/prompts.jsonl --output adapters
 
-offload() streams the weights from their files to storage, one parameter at a time. The command
-`memascend train --use_peft --lora_r 8` does the same, and resumes after a kill.
+offload() streams the weights from the model's files to storage, one parameter at a time. The command `memascend train
+--use_peft --lora_r 8` does the same, and also resumes after a kill.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import memascend
 
 
 def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Returns a function for `offload(weights=)`, which returns a parameter's first values by peft's name of it."""
+    """Returns a function for `offload(weights=)` that maps a parameter's name in peft to its first values."""
     places = {}
     for path in folder.glob("*.safetensors"):
         file = safe_open(path, framework="pt")
@@ -31,7 +31,7 @@ def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
         if ".lora_A." in name:
             return torch.nn.init.kaiming_uniform_(torch.empty_like(like, device="cpu"), a=5**0.5)
         if ".lora_B." in name:
-            # With B = 0, an adapter changes nothing at first.
+            # With B = 0, an adapter does not change the model at first.
             return torch.zeros_like(like, device="cpu")
         key = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         return places[key].get_tensor(key)
@@ -40,12 +40,12 @@ def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 
 def main() -> None:
-    """Trains adapters."""
+    """Trains LoRA adapters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="JSON lines with `prompt` and `completion`")
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
-    parser.add_argument("--output", default="adapters", help="where the adapters are written")
+    parser.add_argument("--output", default="adapters", help="the folder for the trained adapters")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
 
@@ -56,13 +56,14 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. transformers before 5.23 has the method under the second name.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
+    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
     blocks = model.base_model.model
     (getattr(blocks, "activation_checkpointing_enable", None) or blocks.gradient_checkpointing_enable)()
     model.print_trainable_parameters()
 
-    # Give the optimizer only the trained parameters. offload() also offloads the frozen ones, and writes them once.
+    # Give the optimizer only the trained parameters. offload() also offloads the frozen parameters, and writes them
+    # only once.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     model, optimizer = memascend.offload(model, optimizer, storage=options.storage, weights=first_values(options.model))
@@ -80,7 +81,7 @@ def main() -> None:
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")
         print(f"\n{optimizer.report()}")
-        # peft's save_pretrained() writes the adapters alone.
+        # save_pretrained() of peft writes only the adapters.
         model.save_pretrained(options.output)
         tokenizer.save_pretrained(options.output)
 

@@ -3,9 +3,10 @@
     python examples/small_model.py small --kind mixtral
     python examples/mixture_of_experts.py --model small/model --data small/data/text.txt --output tuned --storage state
 
-offload() streams the weights from their files to storage. Files of the hub have a tensor for each expert; transformers
-has one parameter for all experts of a layer. offload() stacks the tensors, and save_pretrained() separates them again.
-Kill the script at any moment, and start it again: the training continues at the next step with the same bits.
+offload() streams the weights from the model's files to storage. Files on the Hub have one tensor for each expert, but
+the model in transformers has one parameter for all experts of a layer. offload() stacks the tensors of the experts, and
+save_pretrained() separates them again. You can kill the script at any moment, and start it again: the training
+continues at the next step. The result has the same bits as without the kill.
 """
 
 import argparse
@@ -18,40 +19,42 @@ import memascend
 
 
 def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
-    """Returns the tokens of a text in rows of equal length."""
+    """Returns the tokens of a text file in rows of equal length."""
     text = file.read_text(encoding="utf-8")
-    # Encode line by line: a tokenizer warns of a text that is longer than its model's longest sequence.
+    # Encode line by line, because a tokenizer warns about a text that is longer than the longest sequence of its model.
     lines = text.splitlines(keepends=True)
     ids = [token for part in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in part]
     if len(ids) < length:
-        raise SystemExit(f"{file} has {len(ids)} tokens, and a row takes {length}")
+        raise SystemExit(f"{file} has {len(ids)} tokens, but a row needs {length}: use more text or a smaller --length")
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
 
 def main() -> None:
-    """Trains, or resumes the training in the storage."""
+    """Trains a model. If the storage already has the state of a training, resumes this training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
-    parser.add_argument("--data", required=True, type=Path, help="a text")
-    parser.add_argument("--output", required=True, type=Path, help="where the trained model is written")
+    parser.add_argument("--data", required=True, type=Path, help="a text file")
+    parser.add_argument("--output", required=True, type=Path, help="the folder for the trained model")
     parser.add_argument("--storage", required=True, help="a folder, file or NVMe device for the training state")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
+    parser.add_argument(
+        "--host-memory", help='a hard budget such as "8GiB"; default: the least memory that allows full speed'
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=128, help="the number of tokens in a row")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     rows = read(tokenizer, options.data, options.length)
     config = AutoConfig.from_pretrained(options.model)
-    # Add the load-balancing loss: without it, the router would send all tokens to a few experts.
+    # Add the load-balancing loss. Without this loss, the router would send all tokens to a few experts.
     config.output_router_logits = True
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of one block are
-    # in memory at a time. transformers before 5.23 has the method under the second name.
+    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
+    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -62,7 +65,7 @@ def main() -> None:
         host_memory=options.host_memory,
         # Clipping needs all gradients before the first update, so the gradients wait on storage until step().
         max_grad_norm=1.0,
-        # offload() reads the weights only if the storage has no training yet.
+        # offload() reads the weights only if the storage has no training state yet.
         weights=options.model,
     )
     with optimizer:

@@ -1,9 +1,9 @@
-"""Trains in a plain PyTorch loop with one more line, offload(); needs no data but Python's own sources.
+"""Trains in a plain PyTorch loop with one additional line, offload(). The data are Python's own source files.
 
     python examples/plain_loop.py --storage state --steps 20
-    python examples/plain_loop.py --storage state --steps 40    # goes on where the first one ended
+    python examples/plain_loop.py --storage state --steps 40    # continues after step 20
 
-Kill the script at any moment, and start it again: no step that it printed is lost.
+You can kill the script at any moment, and start it again. No step that the script has printed is lost.
 """
 
 import argparse
@@ -28,7 +28,7 @@ class Model(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns, for each byte, the logits of the next one."""
+        """Returns the logits of the next byte, for each byte in `tokens`."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
         hidden = self.embed(tokens)
         for block in self.blocks:
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def weights_file(storage: Path) -> Path:
-    """Returns the path for the trained weights: in the storage folder, beside the storage file, or in this folder."""
+    """Returns the path for the weights: in the storage folder, beside the storage file, or in the current folder."""
     if storage.is_dir():
         return storage / "weights.pt"
     if storage.is_file():
@@ -46,10 +46,12 @@ def weights_file(storage: Path) -> Path:
 
 
 def main() -> None:
-    """Trains, or resumes the training in the storage."""
+    """Trains a model. If the storage already has the state of a training, resumes this training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
-    parser.add_argument("--host-memory", help='a hard budget such as "8GiB"; else as little as runs at full speed')
+    parser.add_argument(
+        "--host-memory", help='a hard budget such as "8GiB"; default: the least memory that allows full speed'
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
@@ -62,7 +64,7 @@ def main() -> None:
     model = Model(options.layers, options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-    # The one line: it moves values, master weights and optimizer state to storage.
+    # offload() is the one additional line. It moves values, master weights and optimizer state to storage.
     model, optimizer = memascend.offload(
         model,
         optimizer,
@@ -70,8 +72,9 @@ def main() -> None:
         host_memory=options.host_memory,
         existing="resume" if options.storage else "refuse",
     )
-    # step() advances the scheduler, and a resume restores it. optimizer.steps, the number of committed steps, tells
-    # where to continue in the data. If a resume needs more, set optimizer.user_state before each step().
+    # step() advances the scheduler, and a resume restores the scheduler. After a resume, continue the data at step
+    # optimizer.steps, the number of committed steps. If a resume needs more state, set optimizer.user_state before each
+    # step().
     optimizer.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20)))
     print(optimizer.plan, "\n")
     # offload() chooses CUDA if the machine has a GPU; offload(device="cpu") chooses the CPU.
@@ -83,7 +86,7 @@ def main() -> None:
             tokens = torch.stack([text[start : start + 129] for start in starts]).long().to(device)
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
-            # Commit the step: all its updates become visible and durable at once.
+            # step() commits: all updates of the step become visible and durable at once.
             optimizer.step()
             optimizer.zero_grad()
             print(f"step {optimizer.steps}: loss {loss.item():.4f}")

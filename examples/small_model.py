@@ -1,10 +1,11 @@
-"""Makes a small model and data for it from Python's own library; downloads nothing.
+"""Makes a small model, and training data from the source files of Python's library. Downloads nothing.
 
     python examples/small_model.py small
 
-`small/model` has the files of a model from the hub: config.json, safetensors with random values, a tokenizer with a
-chat template. `small/data` has examples of each kind that `memascend train` reads. Every command in README and docs
-runs on them. `--layers 24 --width 1024` makes a model that is worth offloading, `--kind mixtral` a model with experts.
+`small/model` has the same files as a model from the Hub: config.json, safetensors files with random values, and a
+tokenizer with a chat template. `small/data` has examples of each kind that `memascend train` reads. Every command in
+the README and the docs works with this model and data. `--layers 24 --width 1024` makes a model that is large enough to
+be worth offloading. `--kind mixtral` makes a mixture of experts.
 """
 
 import argparse
@@ -19,19 +20,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 KINDS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mixtral": MixtralConfig}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# The ChatML template, which many models have.
+# The ChatML template, which many models use.
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# The most source files that are read.
+# The largest number of source files that are read.
 FILES = 100
-# The source files that train the tokenizer: more take longer, and make the vocabulary no better.
+# The number of source files that train the tokenizer. More files take longer, but do not improve the vocabulary.
 LEARNT_FROM = 25
 
 
 def read_library() -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns sources, and for each documented function or class its name and first paragraph."""
+    """Returns the texts of source files.
+
+    Also returns the name and the first paragraph of each documented function and class.
+    """
     sources, described = [], []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]:
         source = file.read_text(encoding="utf-8", errors="replace")
@@ -46,7 +50,7 @@ def read_library() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-pair tokenizer on the sources."""
+    """Trains a byte-pair tokenizer on source files."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -65,7 +69,7 @@ def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFa
 
 
 def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Makes a model with random values: the same values at each call."""
+    """Makes a model with random values, which are the same at each call."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if options.kind == "mixtral" else {}
     config = KINDS[options.kind](
         vocab_size=len(tokenizer),
@@ -84,7 +88,7 @@ def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) 
 
 
 def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]], rows: int) -> None:
-    """Writes a file for each kind of example; every tenth example goes to a file for --eval."""
+    """Writes a training file and an evaluation file for each kind of example. Every tenth example is for evaluation."""
     kinds = {
         "messages": [
             {
@@ -108,22 +112,24 @@ def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]
     try:
         import pyarrow.parquet
     except ImportError:
-        print("no parquet file is written: that needs pyarrow")
+        print("no parquet file was written, because pyarrow is not installed")
         return
     table = pyarrow.Table.from_pylist(kinds["messages"][:rows])
     pyarrow.parquet.write_table(table, folder / "messages.parquet")
 
 
 def main() -> None:
-    """Makes the folders."""
+    """Makes the folders `model` and `data`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where model/ and data/ are made; existing files are replaced")
+    parser.add_argument(
+        "folder", type=Path, help="the folder in which model/ and data/ are made; existing files are replaced"
+    )
     parser.add_argument("--kind", choices=KINDS, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rows", type=int, default=1000, help="of each file, at most")
+    parser.add_argument("--rows", type=int, default=1000, help="the largest number of rows in a file")
     options = parser.parse_args()
 
     sources, described = read_library()

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Fine-tune every parameter of a model with ms-swift.
-# The same script again, also after kill -9, goes on at the next step.
-# --optim_args takes the options of memascend.trainer.offload() and memascend.offload().
+# If the process is killed, start the same script again: the training continues at the next step.
+# --optim_args accepts the options of memascend.trainer.offload() and memascend.offload().
 set -eu
 plugin=$(python -c 'import memascend; print(memascend.__path__[0])')/integrations/ms_swift.py
 swift sft \

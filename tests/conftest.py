@@ -1,4 +1,7 @@
-"""Configures all tests; MEMASCEND_REQUIRE_ROOT=1 fails a run that skipped tests for lack of root or simulated CUDA."""
+"""Configures all tests.
+
+With MEMASCEND_REQUIRE_ROOT=1, a run fails if it skipped tests that need root or simulated CUDA.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # cuBLAS needs this variable for deterministic kernels, and reads it when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# Test models are small, and several pytest workers share the processors: torch gets one thread, and a test of several
-# threads sets its own number. OpenMP threads sleep while they wait: spinning, they would slow down the other workers.
+# Test models are small, and several pytest workers share the processors, so torch gets one thread. A test that needs
+# several threads sets their number itself. OpenMP threads sleep while they wait. If they spun instead, they would slow
+# down the other pytest workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A shell starts background jobs with SIGINT ignored, and child processes inherit this: restore Python's handler.
+# A shell starts a background job with SIGINT ignored, and child processes inherit this setting. Restore Python's
+# handler, so that pytest and the child processes of tests react to SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Hides GPUs from all tests but those of `make test-gpu`: a call without device= would compute on a GPU.
+# Hides GPUs from all tests except the tests of `make test-gpu`, which sets MEMASCEND_GPU=1. If a GPU were visible, a
+# call of `offload()` without `device=` would compute on that GPU.
 if os.environ.get("MEMASCEND_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -39,7 +45,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    # Freezing hides the loaded modules from the gc.collect() calls of tests, which saves half a second in each.
+    # Freezing hides the objects of loaded modules from the garbage collector. This saves half a second in each
+    # gc.collect() that a test calls.
     gc.collect()
     gc.freeze()
 
@@ -55,7 +62,10 @@ def _skipped_for_root(reporter):
 
 
 def _skipped_on_simulated_cuda(reporter):
-    """Returns the reports of skipped tests in device/simulated/: g++, CUDA's headers or a package was missing."""
+    """Returns the reports of skipped tests in device/simulated/.
+
+    These tests are skipped if g++, CUDA's headers or a package is missing.
+    """
     return [report for report in reporter.stats.get("skipped", []) if "device/simulated/" in report.nodeid]
 
 
@@ -71,13 +81,13 @@ def pytest_sessionfinish(session, exitstatus):
     skipped = insists and reporter and [*_skipped_for_root(reporter), *_skipped_on_simulated_cuda(reporter)]
     if skipped and exitstatus == 0:
         for report in skipped:
-            reporter.write_line(f"must run here, but was skipped: {report.nodeid}: {report.longrepr}")
+            reporter.write_line(f"skipped in spite of MEMASCEND_REQUIRE_ROOT=1: {report.nodeid}: {report.longrepr}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
 def threads_of_torch():
-    """Fails a test that changes torch's number of threads: later tests would compute different bits."""
+    """Fails a test that changes torch's number of threads, because later tests would then compute different bits."""
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     yield
@@ -89,7 +99,7 @@ def threads_of_torch():
 
 @pytest.fixture
 def one_thread():
-    """Sets torch to one thread: results may depend on where threads divide a tensor."""
+    """Limits torch to one thread during a test, because results may depend on where several threads divide a tensor."""
     import torch
 
     before = torch.get_num_threads()
@@ -100,7 +110,10 @@ def one_thread():
 
 @pytest.fixture
 def python():
-    """Returns a function that runs a program in a new interpreter and returns its output; a failure shows it."""
+    """Returns a function that runs a program in a new interpreter and returns the program's output.
+
+    If the program fails, the message of the AssertionError contains this output.
+    """
 
     def run(program, *arguments, env=None, status=0, timeout=250):
         done = subprocess.run(
@@ -126,7 +139,10 @@ def _loaded():
 
 @pytest.fixture
 def loaded(_loaded):
-    """Like `python`, but forks a loaded interpreter and, unless `whole`, skips Python's shutdown: see loaded.py."""
+    """Like the fixture `python`, but runs the program in a fork of an interpreter that has loaded torch.
+
+    Unless `whole` is true, the program ends without most of Python's shutdown: see support/loaded.py.
+    """
 
     def run(program, *arguments, env=None, status=0, timeout=250, whole=False):
         env = {**os.environ, **(env or {})}
@@ -139,23 +155,23 @@ def loaded(_loaded):
 
 @pytest.fixture
 def cgroup():
-    """Makes a memory cgroup without a limit, in the cgroup version of the machine."""
+    """Makes a memory cgroup without a limit and yields its folder. Works with cgroup version 1 and version 2."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if first.is_dir():
         parent = first
     elif "memory" in (second / "cgroup.controllers").read_text().split():
         parent = second
         if "memory" not in (second / "cgroup.subtree_control").read_text().split():
-            pytest.skip("needs root in a machine whose top cgroup delegates the memory controller")
+            pytest.skip("needs root, and a top cgroup that delegates the memory controller")
     else:
         pytest.fail("the machine has no memory cgroup of version 1 or 2")
     group = parent / f"memascend-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
     except OSError as error:
-        pytest.skip(f"needs root that may make cgroups: {error}")
+        pytest.skip(f"needs root with permission to make cgroups: {error}")
     yield group
-    # The last process may need a moment to leave the group.
+    # The last process may need a moment to leave the group, so this tries several times to remove the group.
     for _ in range(100):
         try:
             group.rmdir()

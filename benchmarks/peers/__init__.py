@@ -1,1 +1,4 @@
-"""Measures storage and the update beside fio and DeepSpeed: `python -m benchmarks.peers.bench_io`, `.bench_update`."""
+"""Compares memascend's storage and update with fio and DeepSpeed.
+
+Run `python -m benchmarks.peers.bench_io` or `python -m benchmarks.peers.bench_update`.
+"""

@@ -1,6 +1,8 @@
-"""Runs DeepSpeed's aio: obeys the orders "read" and "write"; prints bytes, seconds and processor seconds of each.
+"""Runs DeepSpeed's aio for `benchmarks.peers.bench_io`.
 
-`benchmarks.peers.bench_io` runs this file in an environment that has DeepSpeed, so it imports nothing of ours.
+Standard input has one order in each line, "read" or "write". For each order, this program moves the whole file, and
+prints the bytes, the seconds and the processor seconds. It runs in an environment that has DeepSpeed, so it imports no
+module of memascend.
 """
 
 import resource
@@ -16,7 +18,7 @@ def _cpu_seconds() -> float:
 
 
 def _serve(path: str, block: int, depth: int, nbytes: int) -> None:
-    # DeepSpeed documents these settings: one handle, events overlapped, requests in batches, one thread.
+    # These settings are from DeepSpeed's documentation: one handle, overlapped events, requests in batches, one thread.
     handle = AsyncIOBuilder().load().aio_handle(block, depth, False, True, 1)
     import torch
 

@@ -1,15 +1,15 @@
-"""Generates the parameters and gradients of `bench_update`: the same numbers in every process and torch version.
+"""Generates the parameters and gradients of `bench_update`. They are equal in every process and torch version.
 
-DeepSpeed's environment imports this file, too, so it imports nothing of ours.
+Programs in DeepSpeed's environment also import this file, so it imports no module of memascend.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# The number of parameters. They are few and large, as in models.
+# The number of parameters. As in models, there are few parameters, and each is large.
 PARAMETERS = 8
-# The number of values that are compared, from the beginning of the first parameter.
+# The number of values that are compared with DeepSpeed: the first values of the first parameter.
 SAMPLE = 4096
 
 
@@ -19,12 +19,15 @@ def values(numel: int) -> Any:
 
 
 def gradient(numel: int) -> Any:
-    """Returns the bf16 gradient of a parameter, which is the same in every step."""
+    """Returns the bf16 gradient of a parameter. The gradient is the same in every step."""
     return _pattern(numel, 251, 1000)
 
 
 def _pattern(numel: int, period: int, divisor: int) -> Any:
-    """Returns `numel` bf16 numbers that repeat a period around zero; allocates no other tensor of `numel` numbers."""
+    """Returns `numel` bf16 numbers around zero, which repeat after `period` numbers.
+
+    Allocates no other tensor of `numel` numbers.
+    """
     import torch
 
     one = ((torch.arange(period) - period // 2) / divisor).bfloat16()

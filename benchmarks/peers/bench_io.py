@@ -1,4 +1,4 @@
-"""Measures the engine's I/O beside fio and DeepSpeed's aio in one run, with ratios."""
+"""Compares the speed of memascend's I/O with fio and with DeepSpeed's aio, in the same run."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 PATTERNS = ("read", "write", "mixed")
-# The block size and the queue depth that were fastest on every measured disk.
+# The block size and the queue depth with which memascend was fastest on every measured disk.
 BLOCK_BYTES, DEPTH = MIB, 8
 Case = Callable[[], Speed]
 
 _GRID_BLOCKS = (128 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
-# The grid has hundreds of measurements: more rounds would take an hour.
+# The largest number of rounds for the grid. The grid has hundreds of measurements, so more rounds would take an hour.
 _GRID_ROUNDS_MAX = 3
-# The most bytes of fio's buffers, for which the machine must spare huge pages.
+# The largest number of bytes in fio's buffers. The machine must have free huge pages for them.
 _FLYING_BYTES_MAX = 256 * MIB
 
 
 class Aio(Closing):
-    """Runs DeepSpeed's aio with its own pinned buffer, in a process of DeepSpeed's interpreter."""
+    """Runs DeepSpeed's aio in a process of DeepSpeed's interpreter. The process uses a pinned buffer of aio."""
 
     name = "DeepSpeed aio"
 
@@ -71,14 +71,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
     parser.add_argument("--storage", metavar="FOLDER", default=".", help="where the files are made (default: here)")
     parser.add_argument("--size", type=int, metavar="MIB", default=1024, help="size of a file in MiB (default 1024)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="rounds; medians are shown (default 5)")
-    parser.add_argument("--grid", action="store_true", help="also 128 KiB to 16 MiB and depth 1 to 32; takes a while")
-    parser.add_argument("--raw", action="store_true", help="also a loop device as a raw device (needs root)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", default=5, help="rounds, whose medians are shown (default 5)"
+    )
+    parser.add_argument("--grid", action="store_true", help="also blocks of 128 KiB to 16 MiB, depths 1 to 32")
+    parser.add_argument("--raw", action="store_true", help="also measure a loop device as a raw device (needs root)")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
     if options.size < 64 or options.rounds < 1:
-        # With smaller files, the start of each program would dominate the measurement.
-        parser.error("--size is at least 64 MiB and --rounds at least 1")
+        # With smaller files, a measurement would consist mostly of the start of the program.
+        parser.error("--size must be at least 64 (MiB), and --rounds at least 1")
     python = environment.found(options.deepspeed)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-bench-") as folder, ExitStack() as stack:
         bench = Bench(Path(folder), options, stack, _FLYING_BYTES_MAX if options.grid else BLOCK_BYTES * DEPTH)
@@ -129,17 +131,20 @@ class Bench:
         stack: ExitStack,
         flying: int,
     ) -> None:
-        """`flying`: the most bytes that fio has in flight, for which it gets huge pages."""
+        """Makes the file to measure.
+
+        `flying` is the largest number of bytes that fio has in flight. The buffers of these bytes are in huge pages.
+        """
         self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
         self.stack = stack
         self.left_out: list[str] = []
         self.huge = stack.enter_context(huge_pages(flying))
         if self.huge is None:
-            self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs (run as root)")
+            self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs. Run it as root")
         self.file = self.made("one")
 
     def headline(self, others: dict[str, Case]) -> dict[str, Speed]:
-        """Measures all cases and `others` at the best block size and depth."""
+        """Measures all cases of memascend and fio, and the cases `others`, at the best block size and depth."""
         halves = [self.made(f"half{index}", self.nbytes // 2) for index in range(2)]
         cases: dict[str, Case] = {}
         for pattern in PATTERNS:
@@ -153,7 +158,10 @@ class Bench:
         return medians({**cases, **others}, self.rounds, "files")
 
     def pair(self, paths: list[Path], pattern: str, block: int, depth: int) -> dict[str, Case]:
-        """Returns a case of our I/O, and cases of fio with and without huge pages."""
+        """Returns a case of memascend's I/O, and a case of fio.
+
+        Adds a case of fio with huge pages if the machine has them.
+        """
         path, nbytes = paths[0], self.nbytes
         cases: dict[str, Case] = {
             f"{pattern}: io_uring": self.ours(paths, pattern, block, depth),
@@ -166,19 +174,24 @@ class Bench:
     def ours(
         self, paths: list[Path], pattern: Any, block: int, depth: int, backend: Any = "auto", first: int = 0
     ) -> Case:
-        """Returns a case of our sequential I/O, with buffers that begin `first` bytes after an aligned address."""
+        """Returns a case of memascend's sequential I/O.
+
+        Each buffer begins `first` bytes after an aligned address.
+        """
         size = block + 4096 if first else block
-        # One and a half times as many buffers as the queue is deep: `transfer` waits for tickets in order, and a late
-        # ticket must not leave the device idle. fio refills any free place of its queue.
+        # There are one and a half times as many buffers as the queue has places. `transfer` waits for tickets in order,
+        # so a late ticket would otherwise leave the device idle. fio does not need more buffers, because it refills any
+        # free place of its queue.
         count = depth + max(1, depth // 2)
-        # If the end of a region is less than a huge page, it consists of small pages, which split requests. Spare
-        # tensors, which the case does not use, cover this end.
+        # All tensors of `blocks` are in one region of memory. The last bytes of the region may be in small pages,
+        # because they do not fill a huge page. Small pages split requests. So the last tensors of the region are spare:
+        # the case does not use them.
         spare = -(-(memory.limits()["huge_page"] or 0) // size)
 
         def case() -> Speed:
             with (
                 nvme.open(paths, queue_depth=max(depth, 1), backend=backend) as volume,
-                # The buffers are adjacent, like fio's.
+                # As in fio, the buffers are adjacent in memory.
                 blocks(size, count + spare) as tensors,
             ):
                 used = [tensor[first : first + block] for tensor in tensors[:count]]
@@ -187,7 +200,10 @@ class Bench:
         return case
 
     def made(self, name: str, nbytes: int | None = None) -> Path:
-        """Returns a new file with every block written: the first access to a block that is only reserved is slower."""
+        """Returns a new file whose blocks are all written.
+
+        The first access to a block that is only reserved would be slower.
+        """
         path = self.folder / name
         with nvme.open(path, size=nbytes or self.nbytes) as volume, blocks(BLOCK_BYTES, DEPTH) as tensors:
             transfer(volume, tensors, "write", volume.size)
@@ -195,7 +211,10 @@ class Bench:
         return path
 
     def grid(self) -> dict[str, dict[str, Speed]]:
-        """Measures all block sizes and depths: one file, two files, threads and a raw device, beside fio."""
+        """Measures each block size with each depth.
+
+        For each pair, the cases are: one file, two files, threads, a raw device, and fio.
+        """
         results = {}
         halves = [self.made(f"grid-half{index}", self.nbytes // 2) for index in range(2)]
         device = self._raw_device()
@@ -218,7 +237,7 @@ class Bench:
         return results
 
     def raw(self) -> dict[str, Speed]:
-        """Measures a loop device, which our I/O and fio use as a raw device."""
+        """Measures a loop device. memascend and fio both use it as a raw device."""
         device = self._raw_device()
         if device is None:
             return {}
@@ -240,7 +259,7 @@ def _loop(backing: Path) -> Iterator[Path]:
     words = ["losetup", "--find", "--show", "--direct-io=on", str(backing)]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        raise ConfigError(f"losetup makes no loop device: {done.stderr.strip()}")
+        raise ConfigError(f"losetup could not make a loop device, which needs root: {done.stderr.strip()}")
     device = done.stdout.strip()
     try:
         yield Path(device)
@@ -249,16 +268,19 @@ def _loop(backing: Path) -> Iterator[Path]:
 
 
 def _cpu_ms(speed: Speed) -> float:
-    """Returns the processor time of all threads, in user code and the kernel, in ms per 10**9 bytes."""
+    """Returns the processor time of a measurement in ms per 10**9 bytes.
+
+    It is the time of all threads, in user code and in the kernel.
+    """
     return speed.cpu_seconds * 1e3 / (speed.nbytes / 1e9)
 
 
 def medians(cases: dict[str, Case], rounds: int, what: str) -> dict[str, Speed]:
-    """Runs each case once in every round; returns separate medians of bandwidth and of processor time."""
+    """Runs each case once in every round. Returns for each case the median bandwidth and the median processor time."""
     samples: dict[str, list[Speed]] = {name: [] for name in cases}
     with Progress(what, rounds * len(cases), unit="measurements") as progress:
         for index in range(rounds):
-            # The order is shuffled, since a disk may still work for the previous case.
+            # The order of cases is shuffled in each round, because a disk may still do work for the previous case.
             for name in random.Random(index).sample(list(cases), len(cases)):  # noqa: S311
                 samples[name].append(cases[name]())
                 progress.add(1)
@@ -275,7 +297,7 @@ def _median(speeds: list[Speed]) -> Speed:
 
 
 def shown(cases: dict[str, Speed]) -> str:
-    """Returns a table of all cases, with ratios to our io_uring in the same pattern."""
+    """Returns a table of all cases. Ratios compare each case with memascend's io_uring in the same pattern."""
     rows = []
     for name, speed in cases.items():
         pattern, _, way = name.partition(": ")
@@ -305,11 +327,12 @@ _WEIGHT_BYTES, _COUNT = 16 << 20, 16
 
 
 def weight_cases(folder: Path, stack: ExitStack) -> dict[str, Callable[[], Speed]]:
-    """Returns two cases that write weights, flush and read them.
+    """Returns two cases that write weights, flush them and read them.
 
-    One case has a file for each weight, as ZeRO-Infinity does; the other has one volume for all weights.
+    One case writes a file for each weight, as ZeRO-Infinity does. The other case writes all weights into one volume.
 
-    The files leave the page cache before they are read: the weights of a model larger than memory would not be cached.
+    The first case removes its files from the page cache before it reads them. A model that is larger than memory would
+    not be in the page cache either.
     """
     tensors = stack.enter_context(blocks(_WEIGHT_BYTES, _COUNT))
     volume = stack.enter_context(nvme.open(folder / "weights", size=_WEIGHT_BYTES * _COUNT))

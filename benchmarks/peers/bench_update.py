@@ -1,4 +1,4 @@
-"""Measures the pipelined AdamW on SSD beside plain I/O of the same bytes, fio and DeepSpeed's NVMe swapper."""
+"""Compares memascend's update on SSD with plain I/O of the same bytes, with fio, and with DeepSpeed's NVMe swapper."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _FORMS = {"own": "", "fp32": "compact", "bf16": "compact bf16", "8bit": "compact
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measures the update and its peers; prints a table or JSON."""
-    formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights beside the values (default)"
+    formats = "format of the state: as in `offload(state=...)`, or own: fp32 master weights and values (default)"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--storage", default=".", metavar="FOLDER", help="where to measure (default: here)")
     parser.add_argument("--parameters", type=int, default=64, metavar="M", help="millions of parameters (default 64)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (default 5)")
-    parser.add_argument("--chunks", type=int, default=12, metavar="N", help="staging chunks (default 12)")
-    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: the store's own")
+    parser.add_argument("--chunks", type=int, default=12, metavar="N", help="chunks of staging memory (default 12)")
+    parser.add_argument("--chunk-elements", type=int, default=None, metavar="N", help="default: the store's")
     parser.add_argument("--state", choices=_FORMS, default="own", help=formats)
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
     options = parser.parse_args(words)
-    # DeepSpeed has no optimizer state of fewer than 32 bits.
+    # DeepSpeed is not measured with reduced formats, because its optimizer state always has 32 bits.
     python = environment.found(options.deepspeed) if options.state in {"own", "fp32"} else None
     with tempfile.TemporaryDirectory(dir=options.storage, prefix="memascend-bench-") as folder:
         begin = None if python is None else partial(Swapper, python, Path(folder) / "deepspeed")
@@ -70,24 +70,24 @@ def main(words: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameters:
-    """The parameters of the benchmark, all of one size."""
+    """The parameters of the benchmark. All of them have the same size."""
 
     names: list[str]
     numel: int
     chunk: int  # elements of a chunk
     form: str
-    state: int  # bytes of a chunk's state, in whole blocks
-    values: int  # bytes of a chunk's values, in whole blocks
-    read_values: bool  # True if a step also reads values
+    state: int  # bytes of a chunk's state, rounded up to whole blocks
+    values: int  # bytes of a chunk's values, rounded up to whole blocks
+    read_values: bool  # True if a step reads not only the state, but also the values
 
     @property
     def read(self) -> int:
-        """Bytes of a chunk that a step reads."""
+        """The number of bytes that a step reads for each chunk."""
         return self.state + self.values * self.read_values
 
     @property
     def moved(self) -> int:
-        """Bytes of a chunk that a step reads and writes."""
+        """The number of bytes that a step reads and writes for each chunk."""
         return self.read + self.state + self.values
 
     @property
@@ -125,7 +125,8 @@ def _choose_parameters(options: argparse.Namespace) -> _Parameters:
         [_record("", torch.zeros(1, dtype=torch.bfloat16), form)]
     )
     whole = _record("", torch.empty(chunk, dtype=torch.bfloat16, device="meta"), form)
-    # The engine's queue must have room for a parameter's gradient, so the elements are divided over several parameters.
+    # The elements are divided over several parameters, because a parameter's whole gradient must fit into the engine's
+    # queue.
     names = [f"weight.{index}" for index in range(bag.PARAMETERS)]
     return _Parameters(
         names=names,
@@ -156,11 +157,11 @@ def _create(folder: Path, subject: _Parameters) -> storage.Store:
 
 
 def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], Any] | None) -> dict[str, Any]:
-    """Measures the update and its peers; returns medians.
+    """Measures memascend's update and its peers; returns medians.
 
-    `begin` gets the number of elements of a parameter, and starts another system. That system has `step()`, which
-    returns seconds; `compared(sample)`, which returns its memory, or an error if its parameters differ from ours; and
-    `close()`.
+    `begin` gets the number of elements of a parameter. It starts another system and returns an object with three
+    methods: `step()` makes a step and returns the step's seconds. `compared(sample)` returns the system's memory, or an
+    error if its parameters differ from the parameters of memascend. `close()` ends the system.
     """
     from memascend import storage
 
@@ -178,7 +179,8 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], An
         if other is not None:
             stack.callback(other.close)
             peers["other"] = other.step
-        # Two steps write both slots before the measurement, since fresh blocks are slower.
+        # The first two steps are not measured. The first write to a block of the disk is slower, and these two steps
+        # write all blocks of both slots.
         for step in range(1, options.rounds + 3):
             began = time.perf_counter()
             for name in subject.names:
@@ -207,9 +209,10 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], An
 def _fio_peers(
     folder: Path, subject: _Parameters, options: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Callable[[], float]]:
-    """Returns functions that run fio with and without huge pages, if fio is installed.
+    """Returns functions that run fio, without huge pages and (if the machine allows them) with huge pages.
 
-    Each function moves the bytes of a step, and returns the seconds.
+    Each function moves as many bytes as a step of memascend, and returns the seconds. If fio is not installed, there
+    are no functions.
     """
     if options.no_fio or shutil.which("fio") is None:
         return {}
@@ -230,10 +233,14 @@ def _fio_peers(
 def _result(
     subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the medians of all seconds, and the medians of each round's ratios to the update."""
+    """Returns the medians of all seconds.
+
+    For each peer, the seconds of a round are also divided by the update's seconds in this round. The result has the
+    medians of these ratios.
+    """
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
     if "error" in told.get("other", ()):
-        # A system whose results differ from ours is no baseline.
+        # If the parameters of the other system differ from ours, its seconds are left out.
         seconds.pop("other", None)
     for what, times in seconds.items():
         result[f"{what}_seconds"] = statistics.median(times)
@@ -253,7 +260,10 @@ def _result(
 
 
 def _pure(volume: Volume, memory: list[torch.Tensor], subject: _Parameters, *, slot: int) -> None:
-    """Does a step's I/O without its arithmetic: reads chunks from `slot`; writes state and values to the other slot."""
+    """Does the I/O of a step without its arithmetic.
+
+    Reads the chunks from `slot`; writes their state and values to the other slot.
+    """
     chunks, state, values = subject.chunks, subject.state, subject.values
     values_at = 2 * chunks * state
     reading: deque[tuple[int, torch.Tensor, list[Ticket]]] = deque()

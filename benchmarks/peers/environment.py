@@ -1,4 +1,4 @@
-"""Finds DeepSpeed's environment, and runs programs in it that obey orders."""
+"""Finds an interpreter that has DeepSpeed, and runs modules of the benchmarks in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from memascend.text import Closing
 
 # The interpreter that `make peers` builds.
 ENVIRONMENT = Path(".venv-deepspeed/bin/python")
-MISSING = "there is no environment with DeepSpeed: `make peers` builds one, --deepspeed PYTHON names another"
+MISSING = "DeepSpeed is not installed: run `make peers`, or pass --deepspeed PYTHON, an interpreter that has it"
 OPTION_HELP = f"an interpreter that has DeepSpeed (default: {ENVIRONMENT}, which `make peers` builds)"
 
 
 def found(given: str | None) -> Path | None:
-    """Returns the interpreter `given`, or else the one that `make peers` built; None if it was not built.
+    """Returns the interpreter `given`.
+
+    If `given` is None, returns the interpreter that `make peers` built, or None if it was not built.
 
     Raises:
         ConfigError: `given` does not exist.
     """
     if given is not None and not Path(given).exists():
-        raise ConfigError(f"there is no {given}: `make peers` builds {ENVIRONMENT}")
+        raise ConfigError(
+            f"--deepspeed {given} does not exist: pass another path, or run `make peers` and omit the option"
+        )
     return Path(given) if given else ENVIRONMENT if ENVIRONMENT.exists() else None
 
 
@@ -34,8 +38,9 @@ def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str
 
     Args:
         python: the interpreter.
-        package: an empty folder. This function puts links to these benchmarks and to memascend into it. So the program
-            can import their modules, but no other package of our environment: the peer has a torch of its own.
+        package: an empty folder, into which this function puts links to the packages `benchmarks` and `memascend`. The
+            program can import these two packages, but no other package of this environment. It imports the torch of
+            DeepSpeed's environment.
         device: the device that computes, "cpu" or "cuda".
     """
     for own in (benchmarks, memascend):
@@ -44,11 +49,13 @@ def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str
     return {
         **os.environ,
         "PYTHONPATH": str(package),
-        # DeepSpeed builds its extensions with the ninja beside its interpreter, and keeps them in its environment.
+        # DeepSpeed builds its extensions with the program ninja of DeepSpeed's environment. This environment also
+        # stores the extensions.
         "PATH": f"{folder}:{os.environ.get('PATH', '')}",
         "TORCH_EXTENSIONS_DIR": str(folder.parent / "torch_extensions"),
         "DS_ACCELERATOR": device,
-        # DeepSpeed gets huge pages where the kernel has some, which make it a few percent faster.
+        # These two settings let DeepSpeed use huge pages, if the kernel has some. They make DeepSpeed a few percent
+        # faster.
         "THP_MEM_ALLOC_ENABLE": "1",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
@@ -57,10 +64,11 @@ def variables(python: Path, package: Path, device: str = "cpu") -> dict[str, str
 class Peer(Closing):
     """A process of DeepSpeed's interpreter that runs a module.
 
-    The module reads orders, a line each, and answers each with a line that begins with "peer: ".
+    The module reads orders from standard input, one in each line. It answers each order with a line that begins with
+    "peer: ".
 
     Raises:
-        ConfigError: the module did not print "peer: ready". The message has the last line of its output.
+        ConfigError: the module ended before it printed "peer: ready". The message has the last line of its output.
     """
 
     def __init__(self, python: Path, module: str, *arguments: object) -> None:
@@ -81,7 +89,7 @@ class Peer(Closing):
             raise ConfigError(f"DeepSpeed did not start: {self.last_words()}")
 
     def ask(self, order: str) -> str:
-        """Sends an order; returns the answer.
+        """Sends an order to the process; returns the answer.
 
         Raises:
             ConfigError: the process ended without an answer.
@@ -94,18 +102,18 @@ class Peer(Closing):
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise ConfigError(f"DeepSpeed ended early: {self.last_words()}")
+            raise ConfigError(f"DeepSpeed ended without an answer: {self.last_words()}")
         return answer
 
     def last_words(self) -> str:
-        """Returns the last line of output that names an error; the last line, if no line names one."""
+        """Returns the last error line of the output. If no line names an error, returns the last line."""
         errors = [line for line in self._said if "Error" in line.partition(":")[0] and not line.startswith(" ")]
         return (errors or self._said or ["it printed nothing"])[-1]
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            # The build of DeepSpeed's extensions prints to this stream, too.
+            # DeepSpeed also prints lines that are not answers, for example while it builds its extensions.
             if line.startswith("peer: "):
                 return line.removeprefix("peer: ").strip()
             if line.strip():

@@ -1,4 +1,4 @@
-"""Runs fio, with and without huge pages, as a peer of our I/O."""
+"""Runs fio, with and without huge pages, to compare its speed with memascend's I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from memascend.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Passes over the file in one measurement. The start of I/O is a smaller part of the seconds than with a single pass.
+# How often one measurement reads or writes the file. With a second pass, the start of I/O is a smaller part of the
+# time.
 PASSES = 2
 _FIO_PATTERNS = {"read": "read", "write": "write", "mixed": "rw"}
 _HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -25,13 +26,13 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @contextmanager
 def huge_pages(nbytes: int) -> Iterator[Path | None]:
-    """Yields a file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None if this process may not mount one."""
+    """Yields a file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None if this process may not mount a hugetlbfs."""
     with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
         mounted = False
         try:
             before = _HUGE_PAGES.read_text()
-            # fio aligns its buffers and rounds their size up to 4 MiB, so it needs more pages than `nbytes` has. It
-            # aborts if it gets too few.
+            # fio aligns its buffers and rounds their size up to 4 MiB, so it needs more pages than `nbytes` has. With
+            # too few pages, fio aborts.
             _HUGE_PAGES.write_text(str(int(before) + nbytes // _HUGE_PAGE_BYTES + 4))
         except OSError:
             yield None
@@ -49,9 +50,9 @@ def huge_pages(nbytes: int) -> Iterator[Path | None]:
 def fio(
     path: Path, pattern: str, block: int, depth: int, nbytes: int, huge: Path | None, *, reads_percent: int = 50
 ) -> Speed:
-    """Runs fio with io_uring and direct I/O; returns the speed by fio's own clock."""
+    """Runs fio with io_uring and direct I/O. Returns the speed that fio itself measured."""
     if shutil.which("fio") is None:
-        raise ConfigError("fio is not installed: apt-get install fio")
+        raise ConfigError("fio is not installed: install it, for example with `apt-get install fio`")
     what = f"--rw={_FIO_PATTERNS[pattern]} --rwmixread={reads_percent} --bs={block} --iodepth={depth} --size={nbytes}"
     how = f"--loops={PASSES} --ioengine=io_uring --direct=1 --allow_mounted_write=1 --output-format=json"
     words = ["fio", "--name=peer", f"--filename={path}", *what.split(), *how.split()]

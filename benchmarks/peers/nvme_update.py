@@ -1,8 +1,8 @@
-"""Runs DeepSpeed's NVMe optimizer swapper: each order "step" updates the parameters once.
+"""Runs DeepSpeed's NVMe optimizer swapper. Each order "step" updates the parameters once.
 
 Usage, in DeepSpeed's environment: `python -m benchmarks.peers.nvme_update FOLDER NUMEL BUFFERS`. The answer to an order
-is JSON: the seconds of the step (without the backward, which also writes the gradients to SSD), memory, and a sample of
-the parameters.
+is JSON. It has the seconds of the optimizer's step, the memory, and a sample of the parameters. The seconds do not
+include the backward, in which DeepSpeed also writes the gradients to SSD.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memascend.cli import process
 
 
 def main(folder: str, numel: int, buffers: int) -> None:
-    """Makes a step for each line of standard input, until standard input ends."""
+    """Makes a step for each line of standard input, until standard input ends. Prints an answer after each step."""
     import deepspeed
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -34,7 +34,7 @@ def main(folder: str, numel: int, buffers: int) -> None:
             return (self.weight * gradient).sum()
 
     class Bag(torch.nn.Module):
-        """A model in which each parameter's gradient is the argument of `forward`."""
+        """A model whose parameters all have the gradient that `forward` gets as its argument."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ def _config(folder: str, numel: int, buffers: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        # Gradients have 16 bits, as ours have. DeepSpeed's default would keep all of them in 32 bits.
+        # As in memascend, gradients have 16 bits. By default, DeepSpeed would keep all gradients in 32 bits.
         "data_types": {"grad_accum_dtype": "bf16"},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,

@@ -1,4 +1,4 @@
-"""Starts DeepSpeed in its own environment: loads its extensions, makes a process group of one process."""
+"""Prepares DeepSpeed in a process of DeepSpeed's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def start() -> None:
-    """Loads (or first builds) DeepSpeed's extensions, and makes a process group of this process alone."""
+    """Loads DeepSpeed's extensions; the first call builds them. Makes a process group that has only this process."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -1,1 +1,1 @@
-"""Compares whole training steps with other systems: `python -m benchmarks.train`."""
+"""Compares training steps of memascend with training steps of other systems: `python -m benchmarks.train`."""

@@ -1,4 +1,4 @@
-"""Runs the training benchmark, each cell in a process of its own: `python -m benchmarks.train`."""
+"""Runs the training benchmark: `python -m benchmarks.train`. Each cell runs in a separate process."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from memascend.text import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SUMMARY = "Training steps: time, memory and SSD bytes beside in-memory torch and DeepSpeed."
+_SUMMARY = "Compares the time, memory and SSD bytes of training steps with in-memory torch and DeepSpeed."
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
-# The part that draws curves of kept results, and measures nothing.
+# The part that draws curves from stored results, and measures nothing.
 _KEPT = "kept-curves"
 _MIB = 1 << 20
 _REACH_MIB = 3 << 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 0, 1 after an error, 130 after Ctrl-C. Wrong usage exits with 2."""
+    """Measures and prints. Returns 0, or 1 after an error, or 130 after Ctrl-C. Wrong usage exits with 2."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=_SUMMARY)
     _add_arguments(parser)
     try:
@@ -54,42 +54,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", metavar="PNG", help="draw the result into this file")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="instead of the headline's")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of every system (cpu)")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="instead of all")
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="workloads, instead of those of the headline"
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="the device that computes (cpu)")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="systems, instead of all")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=(*_PARTS, _KEPT),
-        help="cells (default); ablation: the paper's parts one by one; curves of memory and time; "
-        "kept-curves: the same curves from kept results; "
-        "limits: the smallest memory cgroup that three steps fit in; "
-        "reach: the longest context and largest batch inside one",
+        help="cells (default); ablation: the paper's parts one by one; curves: curves of memory and time; "
+        "kept-curves: the same curves from stored results; "
+        "limits: the smallest memory cgroup in which three steps fit; "
+        "reach: the longest context and the largest batch that fit in a memory cgroup",
     )
     parser.add_argument(
-        "--curves", nargs="+", choices=CURVES, metavar="NAME", help="instead of all; then only these have pictures"
+        "--curves", nargs="+", choices=CURVES, metavar="NAME", help="curves, instead of all; only these get pictures"
     )
-    parser.add_argument("--full", action="store_true", help="every workload and part: hours; resumes where it ended")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a cell (default 8; long ones half)")
+    parser.add_argument("--full", action="store_true", help="every workload and part; takes hours, and can be resumed")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a cell (8; if steps are long, half)")
     parser.add_argument("--storage", default=".", metavar="FOLDER", help="a folder on the disk (default: here)")
     parser.add_argument(
         "--results",
         default="bench-train",
         metavar="FOLDER",
-        help="a file for each cell; a cell with a file is not repeated",
+        help="the folder for a file of each cell; a cell that has a file is not repeated",
     )
-    parser.add_argument("--again", action="store_true", help="also measure cells that have a file")
-    parser.add_argument("--limit", type=int, default=_REACH_MIB, metavar="MIB", help="cgroup of reach (default 3072)")
+    parser.add_argument("--again", action="store_true", help="repeat cells that have a file")
+    parser.add_argument(
+        "--limit", type=int, default=_REACH_MIB, metavar="MIB", help="limit of the cgroup of reach (3072)"
+    )
     parser.add_argument("--deepspeed", metavar="PYTHON", help=environment.OPTION_HELP)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.steps < 1:
-        raise ConfigError("--steps is at least 1")
+        raise ConfigError("--steps must be at least 1")
     if options.device != "cpu" and (options.full or set(options.parts or ()) - {"cells"}):
-        raise ConfigError("--device cuda is for cells alone: all other parts compute on the processor")
+        raise ConfigError("--device cuda works only for the part cells: omit the other parts and --full")
     if not Path(options.storage).is_dir():
-        raise ConfigError(f"--storage {options.storage}: there is no such folder")
+        raise ConfigError(f"--storage {options.storage} is not a folder: pass a folder that exists")
     launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
     kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
@@ -132,7 +136,7 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 
 
 def _measured_on(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Returns the days and commits at which the cells were measured; kept cells may be older than this run."""
+    """Returns the days and commits at which the cells were measured. Stored cells may be older than this run."""
     machines = [cell["machine"] for cells in measured.values() for cell in cells.values() if "machine" in cell]
     days = sorted({f"{machine['date']} at {machine.get('commit', 'none')}" for machine in machines})
     return f"measured on {', '.join(days) or 'no day'}"
@@ -164,7 +168,10 @@ def _reach(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 
 
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
-    """Prints a table of each curve, writes its CSV beside the results, and with --picture draws it to FILE-NAME.png."""
+    """Prints a table of each curve, and writes a CSV file of each curve to the folder of the results.
+
+    With --picture FILE.png, also draws each curve to FILE-NAME.png.
+    """
     found = {}
     for name in options.curves or CURVES:
         curve = CURVES[name]
@@ -184,7 +191,7 @@ def _print(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Prints nothing: with --json, standard output has the JSON alone."""
+    """Prints nothing. With --json, standard output must have only the JSON."""
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,7 @@
-"""Replaces each of the MemAscend paper's four parts by its predecessor; reports the cost in host memory and seconds.
+"""Measures how much host memory and time each of four parts of the MemAscend paper saves.
 
-Each part is measured alone, at the size of a workload; the product has no options for this.
+Each part is compared with the method that it replaces, at the size of a workload. memascend has no options for the
+replaced methods, so the benchmark measures each part alone.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]
 
-# The units in memory at once: one is computed, the next is read, and the previous is written back.
+# The number of units in memory at the same time: one unit is computed, the next unit is read, and the previous unit is
+# written back.
 _WINDOW = 3
 _ROUNDS = 3
 _VALUE_BYTES = 2
-# A step reads the values for the forward and for the backward, and writes them in the update.
+# How often a step moves the values: it reads them for the forward and for the backward, and writes them in the update.
 _PASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The bytes and seconds of one part, and of the predecessor that it replaced."""
+    """The bytes and seconds of one part (`part`), and of the method that it replaces (`instead`)."""
 
     part: str
     instead: str
@@ -46,7 +48,7 @@ class Cost:
     seconds: float
     instead_seconds: float
     of: str
-    """The event that takes the seconds: the set-up or each step."""
+    """The event that takes these seconds, either "set-up" or "each step"."""
 
 
 def units(work: Workload) -> list[Unit]:
@@ -60,7 +62,7 @@ def units(work: Workload) -> list[Unit]:
 
 
 def ablation(work: Workload, storage: Path) -> list[Cost]:
-    """Measures all four parts at the workload's size."""
+    """Measures all four parts at the size of the workload."""
     pools = reserve(units(work), _WINDOW).reserved
     arena, one_size = pools["arena"], pools["one size"]
     rounded = 1 << (arena - 1).bit_length()
@@ -73,7 +75,7 @@ def ablation(work: Workload, storage: Path) -> list[Cost]:
 
 
 def _pinning(instead: str, nbytes: int, other: int) -> Cost:
-    """Measures how long it takes to make a region of each size."""
+    """Measures how long it takes to make a region of `nbytes` bytes, and a region of `other` bytes."""
 
     def made(size: int) -> Callable[[], object]:
         return lambda: memory.Region(size, owner="ablation").close()
@@ -90,9 +92,9 @@ def _pinning(instead: str, nbytes: int, other: int) -> Cost:
 
 
 def _check(work: Workload) -> Cost:
-    """Measures our overflow check and torch's operations, on a gradient for each parameter of the model.
+    """Measures memascend's overflow check and torch's operations on a gradient that is as large as the whole model.
 
-    The bytes are those that a check adds to memory.
+    The bytes are the memory that a check allocates.
     """
     import torch
 
@@ -116,7 +118,10 @@ def _check(work: Workload) -> Cost:
 
 
 def _storage(work: Workload, storage: Path) -> Cost:
-    """Measures the I/O of a step's 16-bit values, in a volume and in files; the bytes are those in the page cache."""
+    """Measures the I/O of the 16-bit values in a step: in one volume, and in files.
+
+    The bytes are the memory that the page cache needs for the files.
+    """
     with tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-ablation-") as folder, ExitStack() as stack:
         cases = weight_cases(Path(folder), stack)
         speeds = {name: statistics.median(case().gb_per_second for _ in range(_ROUNDS)) for name, case in cases.items()}
@@ -150,7 +155,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def ablation_table(work: Workload, costs: list[Cost]) -> str:
-    """Returns a table of the costs of each predecessor, beside those of our part."""
+    """Returns a table with a row for each replaced method: its costs, and the costs of the part that replaces it."""
     rows = [
         (
             cost.instead,

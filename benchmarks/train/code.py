@@ -1,4 +1,4 @@
-"""Identifies the code of a measurement by a hash of its sources, and by the commit."""
+"""Identifies the code that a measurement used, by a hash of its sources and by its commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["code_hash", "commit"]
 
 _ROOT = Path(__file__).parents[2]
-# The sources that decide a measurement: those of memascend, of this benchmark, and of its peers.
+# The sources that affect a measurement: the sources of memascend, of this benchmark, and of the programs for peers.
 _SOURCES = (
     "python",
     "rust",
@@ -24,12 +24,15 @@ _SOURCES = (
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
-# The files in the folders of `_SOURCES` that decide no measurement, since they only compare and print.
+# Files in the folders of `_SOURCES` that do not affect a measurement. They only compare and print measurements.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
 
 
 def code_hash(root: Path = _ROOT) -> str:
-    """Returns sixteen hexadecimal digits of a hash of all sources that decide a measurement, names and contents."""
+    """Returns a hash of all sources that affect a measurement, in sixteen hexadecimal digits.
+
+    The hash depends on the names and the contents of these files.
+    """
     digest = hashlib.sha256()
     for source in _SOURCES:
         top = root / source
@@ -43,7 +46,10 @@ def code_hash(root: Path = _ROOT) -> str:
 
 
 def commit() -> str:
-    """Returns the commit that is checked out, with a plus if files differ from it; "none" outside of a repository."""
+    """Returns the commit that is checked out; "none" outside of a repository.
+
+    If files differ from the commit, a "+" is appended.
+    """
     if shutil.which("git") is None:
         return "none"
     words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]

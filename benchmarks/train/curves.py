@@ -1,4 +1,7 @@
-"""Plots curves: memory against model size and context, step time against the budget; with a table and a CSV."""
+"""Draws three curves: memory over model size, memory over context, and the time of a step over the budget.
+
+Each curve also has a table and a CSV file.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,26 @@ if TYPE_CHECKING:
 
 __all__ = ["CURVES", "Curve", "draw", "points"]
 
-# The place on the axis, the system, the value, and the least and the most value. For seconds, the least and the most
-# are those of the steps; otherwise both equal the value.
+# A point of a curve: its place on the axis, the system, the value, the smallest value and the largest value. For
+# seconds, the smallest and the largest value are from the measured steps. For memory, they equal the value.
 Row = tuple[float, str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve: its axes and systems, and its places along an axis, each with a workload and settings of all systems."""
+    """A curve: its axes, its systems, and its places along an axis.
+
+    Each place has a workload, and settings that apply to all systems.
+    """
 
     title: str
     along: str
     unit: str
     systems: tuple[str, ...]
     places: tuple[tuple[float, Workload, dict[str, Any]], ...]
-    seconds: bool = False  # True: the values are seconds of a step; False: MB that training adds
-    # The systems and the title of a headline picture. Without these, the picture has all systems.
+    seconds: bool = False  # True: values are seconds of a step; False: MB that training adds
+    # `headline` has the systems of a headline picture, and `says` has its title. If `headline` is empty, the picture
+    # has all systems.
     headline: tuple[str, ...] = ()
     says: str = ""
 
@@ -95,14 +102,14 @@ def points(bench: Bench, curve: Curve) -> list[Row]:
 
 
 def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list[Row]) -> None:
-    """Writes the CSV into the folder, and draws the picture if a path is given."""
+    """Writes the CSV file to `folder`. If `picture` is given, also draws the curve to this file."""
     with (folder / f"curve-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         ends = ("least", "most") if curve.seconds else ()
         writer.writerow((curve.along, "system", curve.unit, *ends))
         writer.writerows(row[: 3 + len(ends)] for row in rows)
     if picture is not None and rows:
-        # The CSV has megabytes, the picture gigabytes.
+        # The CSV file has megabytes, but the picture has gigabytes.
         scale, unit = (1, "seconds of a step") if curve.seconds else (1e-3, "GB of host memory")
         series = {system: [(x, y * scale) for x, of, y, *_ in rows if of == system] for system in curve.systems}
         spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}

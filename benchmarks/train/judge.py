@@ -1,4 +1,4 @@
-"""Compares measured cells: checks that losses agree, computes the lower bound of a step, and ratios."""
+"""Compares measured cells: checks their losses, and computes ratios and the lower bound of a step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 __all__ = ["LOSS_TOLERANCE", "bound", "judged", "loss_difference"]
 
-# The largest relative difference of a step's loss from in-memory torch's. Systems round in different places (16-bit or
-# 32-bit gradients and norms), so bits may differ; the losses of a system that does not train differ by far more.
+# The largest allowed relative difference between a step's loss and the loss of in-memory torch. Systems round in
+# different places (gradients and norms have 16 or 32 bits), so their losses may differ a little. If a system does not
+# train at all, its losses differ by far more.
 LOSS_TOLERANCE = 0.01
 
 _REFERENCE = "torch"
 
 
 def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the cells of one workload, by system, with ratios to in-memory torch and to peers.
+    """Returns the cells of one workload with ratios to in-memory torch and to peers. The keys are the systems.
 
-    An error replaces the values of a cell whose losses are too far from in-memory torch's. If torch was not run, each
-    cell says that its losses were not compared.
+    If the losses of a cell differ too much from in-memory torch's losses, an error replaces the values of the cell. If
+    in-memory torch was not run, each cell has a note that its losses were not compared.
     """
     reference = cells.get(_REFERENCE, {"error": "not run"})
     found: dict[str, dict[str, Any]] = {}
@@ -47,7 +48,7 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             difference = loss_difference(cell["losses"], reference["losses"])
             result["loss_difference"] = difference
             if not difference <= LOSS_TOLERANCE:
-                found[system] = {"error": f"its losses differ by {difference:.2%} from in-memory torch's"}
+                found[system] = {"error": f"its losses differ by {difference:.2%} from the losses of in-memory torch"}
                 continue
             _beside_memory(result, cell, reference)
         found[system] = result
@@ -56,12 +57,12 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def loss_difference(losses: list[float], reference: list[float]) -> float:
-    """Returns the largest relative difference of `losses` from `reference`, over the steps that both lists have.
+    """Returns the largest relative difference between `losses` and `reference`, over the steps that both lists have.
 
-    Returns infinity if the losses prove nothing.
+    Returns infinity if the losses cannot show whether the system trains.
     """
     pairs = list(zip(losses, reference, strict=False))
-    # If the losses do not fall, a system that does not train has the same losses.
+    # If the losses of the reference do not fall, a system that does not train would have the same losses.
     if len(pairs) < 2 or not _falls([expected for _, expected in pairs]):
         return math.inf
     differences = [abs(found - expected) / abs(expected) for found, expected in pairs]
@@ -69,25 +70,25 @@ def loss_difference(losses: list[float], reference: list[float]) -> float:
 
 
 def _falls(losses: list[float]) -> bool:
-    """True if the losses fall so far that the losses of a system that does not train differ."""
+    """True if the losses fall so much that a system that does not train would have clearly different losses."""
     return losses[0] - min(losses) > 2 * LOSS_TOLERANCE * abs(losses[0])
 
 
 def bound(
     compute: dict[str, float], read: dict[str, int], written: dict[str, int], speeds: dict[str, float]
 ) -> dict[str, float]:
-    """Returns the seconds of a step whose compute and disk transfers overlap without loss.
+    """Returns the seconds of a step whose computation and disk transfers overlap without loss.
 
     Args:
-        compute: seconds of forward and backward, as measured in memory.
-        read: bytes that the plan reads, by kind.
-        written: bytes that the plan writes, by kind.
-        speeds: GB/s of our engine on the same disk in the same run: "read" and "mixed".
+        compute: the seconds of forward and backward, measured in memory.
+        read: the bytes that the plan reads, by kind.
+        written: the bytes that the plan writes, by kind.
+        speeds: the GB/s ("read" and "mixed") of memascend's engine on the same disk in the same run.
     """
     read, written = dict(read), dict(written)
     forward = max(compute["forward"], read.pop("values, forward", 0) / speeds["read"] / 1e9)
     kept = written.pop("gradients", 0)
-    # If gradients wait on storage for their norm, the update comes after the backward.
+    # If gradients wait on storage for their norm, the update begins only after the backward.
     first = read.pop("values, backward", 0) + kept
     rest = (sum(read.values()) + sum(written.values())) / speeds["mixed"] / 1e9
     in_backward = first / speeds["mixed"] / 1e9 + (0.0 if kept else rest)
@@ -100,7 +101,7 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
     compute = {part: statistics.median(taken) for part, taken in reference["seconds"].items()}
     result["of_memory_seconds"] = result["seconds"]["step"] / compute["step"]
     result["of_memory_bytes"] = cell["added_bytes"] / reference["added_bytes"]
-    # With several micro-batches, forward and backward are not measured apart, and "forward" is 0.
+    # If there are several micro-batches, "forward" is 0, because forward and backward are not measured separately.
     if "plan" in cell and "speeds" in cell and compute["forward"]:
         plan = cell["plan"]
         result["bound"] = bound(compute, plan["read"], plan["written"], cell["speeds"])
@@ -108,10 +109,12 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
 
 
 def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
-    """Adds to each cell how many times as fast memascend is, and its memory as a fraction of the peer's.
+    """Adds to each cell the ratios of speed and memory between memascend and a peer.
 
-    A peer's cell is compared with the cell of memascend's default. A cell of memascend is compared with the cell of
-    ZeRO-Infinity, which has the fewest buffers that work.
+    "ours_faster" is the seconds of the peer's step, divided by the seconds of memascend's step. "ours_of_memory" is
+    memascend's memory, divided by the peer's memory. The cell of a peer is compared with the cell of memascend's
+    default. A cell of memascend is compared with the cell of ZeRO-Infinity that has the smallest number of buffers that
+    works.
     """
     good = {system: result for system, result in found.items() if "error" not in result}
     for system, result in good.items():
@@ -119,7 +122,8 @@ def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
         ours, theirs = (result, good.get("zero-infinity")) if mine else (good.get("memascend"), result)
         if ours is not None and theirs is not None:
             result["ours_faster"] = theirs["seconds"]["step"] / ours["seconds"]["step"]
-            # The memory of a process does not include memory that a driver pins, so the machine's memory is compared.
+            # The memory of a process does not include memory that a driver pins. If both cells have
+            # "machine_added_bytes", the memory taken from the whole machine, these bytes are compared instead.
             pinned = theirs["machine_added_bytes"] and ours["machine_added_bytes"]
             of = "machine_added_bytes" if pinned else "added_bytes"
             result["ours_of_memory"] = ours[of] / theirs[of]

@@ -1,4 +1,4 @@
-"""Starts each cell in a process of its own and, where possible, in a memory cgroup."""
+"""Starts each cell in a separate process. If possible, the process runs in a memory cgroup."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 __all__ = ["Launcher", "memory_cgroup"]
 
 _BENCHMARKS = Path(__file__).parents[1]
-# The most characters that are kept of a failed cell's error.
+# The largest number of characters that are stored of a failed cell's error.
 _ERROR_CHARACTERS = 600
 _PR_SET_PDEATHSIG = 1
 _LEAVES_TRIES, _LEAVES_SECONDS = 500, 0.01
 
 
 class Launcher:
-    """Starts cells on one storage folder.
+    """Starts cells that use one storage folder.
 
     Args:
         storage: a folder on the disk to measure.
-        deepspeed: an interpreter that has DeepSpeed; None: the error of DeepSpeed's cells says how to get one.
-        seconds: the longest that a cell may take.
-        within: the seconds after which a cell that has measured a step makes no more steps; None: it makes all steps.
+        deepspeed: an interpreter that has DeepSpeed. If it is None, DeepSpeed's cells are not run, and their error says
+            how to install DeepSpeed.
+        seconds: the largest number of seconds that a cell may take.
+        within: the seconds after which a cell makes no more steps, if it has measured at least one step. None means
+            that a cell makes all steps.
     """
 
     def __init__(
@@ -59,16 +61,18 @@ class Launcher:
         limit: int | None = None,
         seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Runs a cell; returns its answer or {"error": reason}, with "missing" if DeepSpeed or a cgroup is missing.
+        """Runs a cell; returns its answer, or {"error": reason}.
+
+        If DeepSpeed or a cgroup is missing, the returned dict also has the key "missing".
 
         Args:
             work: the workload to train.
             system: a name of `SYSTEMS`.
             steps: the number of measured steps.
             warm: the number of steps before the measured steps.
-            settings: settings that override those of the system.
-            limit: the limit of the cell's cgroup in bytes.
-            seconds: the longest that the cell may take, instead of the launcher's `seconds`.
+            settings: settings that override the settings of the system.
+            limit: the limit of the cell's cgroup in bytes; None means no limit.
+            seconds: the largest number of seconds that the cell may take; None means the launcher's `seconds`.
         """
         way = SYSTEMS[system]
         if way.deepspeed and self.deepspeed is None:
@@ -79,7 +83,7 @@ class Launcher:
         ):
             if limit is not None:
                 if group is None:
-                    return {"error": "a limit needs root and a memory cgroup", "missing": True}
+                    return {"error": "could not make a memory cgroup for the limit: run as root", "missing": True}
                 _limit(group, limit)
             order = {
                 "workload": work.to_dict(),
@@ -106,7 +110,7 @@ class Launcher:
         libc = ctypes.CDLL(None)
 
         def enter() -> None:
-            # The kernel kills the cell when this process dies, by whatever signal.
+            # When this process dies, by any signal, the kernel kills the cell.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -139,7 +143,7 @@ class Launcher:
 
 
 def _end(cell: subprocess.Popen[str]) -> None:
-    """Kills the cell with all processes that it has started, such as a compiler."""
+    """Kills the cell and all processes that it has started, such as a compiler."""
     os.killpg(cell.pid, signal.SIGKILL)
     if cell.stdout is not None:
         cell.stdout.close()
@@ -147,7 +151,10 @@ def _end(cell: subprocess.Popen[str]) -> None:
 
 
 def _last_words(said: str, status: int) -> str:
-    """Returns the last line that names an error, since peers may print more lines after it; else the last line."""
+    """Returns the last line that names an error. If no line names an error, returns the last line.
+
+    Peers may print more lines after the line that names the error.
+    """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("File ")]
     return (errors or lines or [f"exit status {status}"])[-1][:_ERROR_CHARACTERS]
@@ -155,7 +162,7 @@ def _last_words(said: str, status: int) -> str:
 
 @contextmanager
 def memory_cgroup() -> Iterator[Path | None]:
-    """Yields a memory cgroup for one cell, of version 1 or 2; None if this process cannot make one."""
+    """Yields a memory cgroup for one cell (cgroup version 1 or 2); None if this process cannot make one."""
     first, second = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     group = (first if first.is_dir() else second) / f"memascend-bench-{uuid.uuid4().hex[:8]}"
     try:
@@ -167,7 +174,8 @@ def memory_cgroup() -> Iterator[Path | None]:
         has_memory = any((group / name).exists() for name in ("memory.max", "memory.limit_in_bytes"))
         yield group if has_memory else None
     finally:
-        # The last process may take a moment to leave the cgroup, while the kernel frees its memory.
+        # The cgroup can be removed only after its last process has left it. That takes a moment, while the kernel frees
+        # the memory of this process.
         for _ in range(_LEAVES_TRIES):
             try:
                 group.rmdir()
@@ -181,7 +189,8 @@ def _limit(group: Path, nbytes: int) -> None:
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (group / name).exists():
             (group / name).write_text(str(nbytes))
-    # Limits memory and swap together, if the kernel accounts swap: a cell also needs the pages that are swapped out.
+    # If the kernel counts swap, the limit is for memory and swap together. Otherwise a cell could use more memory by
+    # swapping pages out.
     for name, value in (("memory.memsw.limit_in_bytes", str(nbytes)), ("memory.swap.max", "0")):
         if (group / name).exists():
             (group / name).write_text(value)

@@ -1,4 +1,4 @@
-"""Finds limits: the smallest memory cgroup in which a system trains, the longest context, the largest batch."""
+"""Finds the limits of a system: the smallest memory cgroup, the longest context, the largest batch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 
 _MIB = 1 << 20
-# The steps that a try must complete. Optimizers create their state in the first step.
+# The number of steps that a try must complete. The first step is not enough, because optimizers create their state in
+# it.
 _STEPS = 3
-# The most seconds of a try. If memory is slightly too small, the kernel drops pages of programs and reads them again
-# and again, which does not count as training. With enough memory, no system needs half of this time on two cores.
+# The largest number of seconds for a try. If memory is slightly too small, the kernel drops pages of programs and reads
+# them again and again. This must not count as training. With enough memory, each system needs less than half of these
+# seconds on two cores.
 _STEPS_SECONDS, _REACH_SECONDS = 180, 600
-# The first limit to try. The search doubles the limit until a try works, and then halves the interval.
+# The first limit to try. The search doubles the limit until a try succeeds. Then it halves the interval that has the
+# result.
 _START_BYTES = 1 << 30
 _LENGTHS = tuple(128 << power for power in range(10))
 _BATCHES = tuple(1 << power for power in range(10))
 
 
 def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Finds each system's smallest limit of a memory cgroup in which it imports its libraries and makes three steps."""
+    """Finds for each system the smallest memory cgroup in which it trains.
+
+    In this cgroup, the system imports its libraries and makes three steps.
+    """
 
     def search(tries: _Tries) -> dict[str, Any]:
         smallest = least(
@@ -41,7 +47,7 @@ def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> d
 
 
 def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
-    """Finds for each system the longest context, and the largest batch, with which it trains inside a limit."""
+    """Finds for each system the longest context and the largest batch with which it trains inside the limit."""
     recomputed = replace(work, checkpoint=True)
 
     def search(tries: _Tries) -> dict[str, Any]:
@@ -58,7 +64,10 @@ def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) ->
 def _each(
     bench: Bench, work: Workload, systems: tuple[str, ...], search: Callable[[_Tries], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Runs a search for each system; returns the results, or the error of a system that cannot be set up."""
+    """Runs a search for each system; returns the results.
+
+    If no settings of a system work, its result is the error.
+    """
     found: dict[str, dict[str, Any]] = {}
     for system in systems:
         settings = bench.settings(work, system, lean=True)
@@ -67,7 +76,7 @@ def _each(
 
 
 class _Tries:
-    """Tries whether one system trains inside a limit. Each try has a file of its own in the results."""
+    """Tries whether one system trains inside a limit. The result of each try has a separate file."""
 
     def __init__(self, bench: Bench, system: str, settings: dict[str, Any]) -> None:
         self.bench, self.system = bench, system
@@ -95,7 +104,7 @@ class _Tries:
 
 
 def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
-    """Returns a table of the results of `smallest_cgroup`."""
+    """Returns the results of `smallest_cgroup` as a table."""
     return _table(
         f"{work.name}: the smallest memory cgroup, all of the process in it, in which {_STEPS} steps take at most "
         f"{_STEPS_SECONDS} s",
@@ -106,7 +115,7 @@ def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
 
 
 def reach_table(work: Workload, limit: int, found: dict[str, dict[str, Any]]) -> str:
-    """Returns a table of the results of `reach`."""
+    """Returns the results of `reach` as a table."""
     return _table(
         f"{work.name}, activation checkpointing, in a memory cgroup of {limit / _MIB:.0f} MiB",
         found,

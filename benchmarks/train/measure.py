@@ -1,4 +1,4 @@
-"""Measures cells and stores their results."""
+"""Measures cells and stores the results."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-# The facts of a machine that, in addition to the code, decide a measurement.
+# The facts of a machine that affect a measurement.
 _PLACE = ("processor", "cores", "memory_bytes", "kernel", "torch")
-# A step with more tokens times parameters than this takes seconds, so half as many steps are measured.
+# If the product of a step's tokens and the model's parameters exceeds this number, a step takes seconds. Then half as
+# many steps are measured.
 _LONG = 5e10
 
 
 class Bench:
-    """Measures cells for all parts of the benchmark, or reads their kept results.
+    """Measures cells for all parts of the benchmark, or reads their stored results.
 
     Args:
         launcher: starts cells.
-        results: keeps the answers of cells.
+        results: stores the answers of cells.
         steps: the number of measured steps of a cell.
-        say: called with a line for each measurement that begins.
+        say: called with a line when a measurement begins.
     """
 
     def __init__(self, launcher: Launcher, results: Results, steps: int, say: Callable[[str], None]) -> None:
@@ -42,7 +43,10 @@ class Bench:
         self._machine = described()
 
     def cell(self, work: Workload, system: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns a cell, measured or read. A cell of memascend also has the disk's bandwidth right before it."""
+        """Returns a cell. It is measured, or read from the stored results.
+
+        A cell of memascend also has the disk's bandwidth, which is measured right before the cell.
+        """
         found = self.settings(work, system)
         if "error" in found:
             return found
@@ -62,11 +66,17 @@ class Bench:
         return self.get(f"{work.name}--{system}{named}", asked, measure)
 
     def settings(self, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-        """Returns a system's settings for a model, found by trial; {"error": ...} if no settings work."""
+        """Returns a system's settings for a model, which are found by trial.
+
+        Returns {"error": ...} if no settings work.
+        """
         return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the kept answer if it was measured with this code, on a machine like this one; else measures."""
+        """Returns the stored answer if it was measured with the same code, on a machine like this one.
+
+        Otherwise measures.
+        """
         on: dict[str, str | int] = {name: self._machine[name] for name in _PLACE}
         on["code"] = self.code
 
@@ -74,7 +84,7 @@ class Bench:
             self.say(f"{name} ...")
             answer = measure()
             if code_hash() != self.code:
-                raise ConfigError(f"the sources changed while {name} was measured: begin again, and leave them alone")
+                raise ConfigError(f"the sources changed while {name} was measured: do not change them, and run again")
             return answer
 
         return self.results.get(name, {**asked, "on": on}, measured)

@@ -1,4 +1,4 @@
-"""Stores results on disk, one JSON file a cell, so that an interrupted run can go on."""
+"""Stores results on disk, with one JSON file for each cell. An interrupted run can then continue."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Results:
 
     Args:
         folder: the folder, which is made if it does not exist.
-        again: True: `get` also measures an answer that has a file.
-        measures: False: `get` measures nothing, and returns an error for an answer without a file.
+        again: True means that `get` measures every answer, even if its file exists.
+        measures: False means that `get` measures nothing. It returns an error for an answer that has no file.
     """
 
     def __init__(self, folder: Path, *, again: bool = False, measures: bool = True) -> None:
@@ -31,10 +31,12 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the answer of the file `name` if its question equals `asked`; otherwise measures and writes it.
+        """Returns the stored answer of the file `name` if the stored question equals `asked`.
+
+        Otherwise calls `measure`, writes the new answer to the file, and returns the new answer.
 
         Raises:
-            ConfigError: the file holds no answer.
+            ConfigError: the file exists, but does not have an answer.
         """
         path = self.folder / f"{_NOT_IN_NAMES.sub('-', name)}.json"
         if path.exists() and not self.again:
@@ -45,10 +47,11 @@ class Results:
                     return answer
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{path} is no result of this benchmark: remove it or name another --results"
+                    f"{path} is not a result of this benchmark: remove it, or choose another folder with --results"
                 ) from error
         answer = measure() if self.measures else {"error": "not measured yet", "missing": True}
-        # A "missing" answer, for lack of an environment or a permission, is not written: a later run may measure it.
+        # An answer is "missing" if an environment or a permission was missing. It is not written, so a later run may
+        # measure it.
         if not answer.get("missing"):
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"asked": asked, "answer": answer}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Searches by trial: the smallest value that works, the largest value that works."""
+"""Searches by trial for the smallest value that works, and for the largest value that works."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 __all__ = ["least", "most"]
 
-# `least` gives up after this number of sizes, each twice the previous size.
+# `least` tries this number of sizes. Each size is twice the previous size. If none works, `least` returns None.
 _DOUBLINGS_MAX = 6
 
 
 def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) -> int | None:
-    """Returns the smallest size that works, to a precision; None if no size works.
+    """Returns approximately the smallest size that works; None if no tried size works.
 
     Args:
-        works: tries a size. If a size works, larger ones must work, too.
-        start: the first size to try. The search doubles it until it works.
-        precision: the largest relative distance from the result to a size that does not work.
+        works: tries a size. If a size works, all larger sizes must work, too.
+        start: the first size to try. The search doubles the size until it works.
+        precision: the largest relative error of the result.
     """
     low, high = 0, start
     for _ in range(_DOUBLINGS_MAX):
@@ -38,7 +38,10 @@ def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) 
 
 
 def most(works: Callable[[int], bool], sizes: Iterable[int]) -> int | None:
-    """Returns the largest of ascending sizes up to which all sizes work; None if the first size does not work."""
+    """Returns the largest size that works; None if the first size does not work.
+
+    `sizes` must be ascending. The search ends at the first size that does not work.
+    """
     best = None
     for size in sizes:
         if not works(size):

@@ -1,10 +1,11 @@
-"""Selects the cells to measure: the headline cells, or all."""
+"""Selects the cells to measure: the cells of the headline, or all cells."""
 
 from __future__ import annotations
 
 __all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
 
-# The systems that train each workload. In-memory torch is first: the losses of the others are compared with its losses.
+# The systems that train each workload. In-memory torch comes first, because the losses of the other systems are
+# compared with its losses.
 Cells = dict[str, tuple[str, ...]]
 
 _INFINITY = ("zero-infinity", "zero-infinity-pipelined")
@@ -28,11 +29,11 @@ FULL: Cells = {
     "500M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_PEERS),
     "500M-8x1x128": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
     "500M-1x128-clip": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
-    # The state is larger than the memory of most machines, so in-memory torch is left out, and losses are not compared.
+    # The training state is larger than the memory of most machines. So in-memory torch does not train this workload,
+    # and losses are not compared.
     "1.5B-1x128": ("memascend-meta", "zero-infinity"),
 }
-# The model whose state does not fit into memory, and the systems for which the benchmark searches the smallest memory
-# cgroup that can train the model.
+# For this workload, the benchmark finds the smallest memory cgroup in which each of these systems can train.
 LIMITS: Cells = {
     "500M-1x128": ("memascend-smallest", "torch", "zero-infinity", "zero-infinity-params-in-ram", "zero-offload"),
 }

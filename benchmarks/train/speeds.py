@@ -1,4 +1,4 @@
-"""Measures the disk's bandwidth with our engine, for the lower bound of a step."""
+"""Measures the bandwidth that memascend's engine reaches on the disk, for the lower bound of a step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ _DEPTH = 8
 
 
 def disk_speeds(storage: Path) -> dict[str, float]:
-    """Returns GB/s of reads, and of reads and writes mixed, through as many buffers as an update has."""
+    """Returns the GB/s of reads ("read"), and of a mix of reads and writes ("mixed").
+
+    Uses as many buffers as an update does.
+    """
     with (
         tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-speed-") as folder,
         nvme.open(Path(folder, "file"), size=_FILE_BYTES, queue_depth=_DEPTH) as volume,
         blocks(_MIB, _DEPTH + _DEPTH // 2) as tensors,
     ):
-        # The first access to a block that is only reserved is slower, so all blocks are written first.
+        # All blocks are written first, because the first access to a block that is only reserved is slower.
         transfer(volume, tensors, "write", _FILE_BYTES)
         volume.flush()
         return {

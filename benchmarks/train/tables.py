@@ -1,4 +1,4 @@
-"""Prints a table for each workload and draws pictures."""
+"""Returns a table for each workload, and draws pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["notes", "pictures", "workload_table"]
 
-# The systems of the pictures, if all workloads have them.
+# The systems that the pictures show, if all workloads were measured with them.
 _DRAWN = ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload")
 
 _COLUMNS = (
@@ -48,7 +48,7 @@ memascend at its default against the row's system; in memascend's own rows: that
 
 
 def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:
-    """Returns a table of the judged cells of one workload, with their errors below."""
+    """Returns a table of the judged cells of one workload. The errors of cells follow the table."""
     rows = [_row(system, cell) for system, cell in cells.items() if "error" not in cell]
     lines = [_title(work), ""]
     if rows:
@@ -104,16 +104,17 @@ def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[Path]:
-    """Draws memory and time, as FILE.png and FILE-seconds.png; returns the paths.
+    """Draws memory as FILE.png and time as FILE-seconds.png; returns the paths.
 
-    Each system in the pictures has a bar for every workload in them. The tables have the other systems and workloads.
+    Both pictures show the same systems and the same workloads. Each system has a bar for each workload. Systems and
+    workloads that the pictures leave out are only in the tables.
     """
     measured = {
         name: [system for system in _DRAWN if system in cells and "error" not in cells[system]]
         for name, cells in judged.items()
     }
     whole = [name for name, own in measured.items() if len(own) == len(_DRAWN)]
-    # The smallest models come first.
+    # Sorts the workloads by the size of the model, the smallest model first.
     judged = {name: judged[name] for name in sorted(whole or judged, key=lambda name: float(name.split("M-")[0]))}
     systems = [system for system in _DRAWN if all(system in measured[name] for name in judged)]
     drawn: list[Path] = []

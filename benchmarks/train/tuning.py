@@ -1,4 +1,7 @@
-"""Finds by trial the fewest swap buffers with which DeepSpeed runs: the numbers in its documents often fail."""
+"""Finds by trial the smallest number of swap buffers with which DeepSpeed works.
+
+The numbers in DeepSpeed's documentation often fail.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,26 @@ if TYPE_CHECKING:
 
 __all__ = ["tuned"]
 
-# The most buffers to try, which are more than any model here needs.
+# The largest number of buffers to try. All models of this benchmark need fewer buffers.
 _BUFFERS_MAX = 16
-# Tokens of a trial: buffers depend on parameters, not on the batch.
+# The number of tokens in a trial. It may be small, because the buffers depend on the parameters, not on the batch.
 _TRIAL_LENGTH = 16
-# Layers of a trial: buffers depend on the size of a block, not on the number of blocks.
+# The largest number of layers in a trial. It may be small, because the buffers depend on the size of a block, not on
+# the number of blocks.
 _TRIAL_LAYERS = 12
-# Words in the errors of too few buffers. More buffers do not help against other errors.
+# If an error has one of these words, there may have been too few buffers. For other errors, more buffers do not help.
 _TOO_FEW = ("AssertionError", "IndexError", "buffer")
 
 
 def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-    """Returns the settings with which a system runs; {"error": ...} if none work, {} if the system needs none.
+    """Returns the settings with which a system works: {"error": ...} if none work, {} if the system needs none.
 
     Args:
-        bench: runs the trials, and keeps their results.
-        work: the workload. The settings depend on the recomputation of blocks, but not on batch and length.
+        bench: runs the trials, and stores their results.
+        work: the workload. The settings depend on whether it recomputes blocks, but not on its batch and length.
         system: a name of `SYSTEMS`.
-        lean: True: the model is never in memory as a whole while it is made, which needs another number of buffers.
+        lean: True means that the model is never in memory as a whole while it is made. This needs a different number of
+            buffers.
     """
     settings = SYSTEMS[system].settings
     if "nvme" not in (settings.get("parameters"), settings.get("state")):
@@ -46,7 +51,8 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
             found = _fewest(bench, trial, system, "parameter_buffers", 1, others)
             if "error" in found:
                 return found
-        # Adam's state has three tensors. With the pipeline, eight buffers were seen to fail.
+        # The search begins with 3 buffers, because Adam's state has three tensors. In the pipeline, it begins with 9
+        # buffers, because the pipeline has failed with 8.
         first = 9 if settings.get("pipelined") else 3
         return _fewest(bench, trial, system, "state_buffers", first, found)
 
@@ -58,11 +64,11 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
 def _fewest(
     bench: Bench, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the settings `others` and the first number of buffers `name` with which DeepSpeed makes two steps.
+    """Returns `others`, and the smallest number of buffers `name` with which DeepSpeed makes two steps.
 
-    A setting of `_BUFFERS_MAX` in `others` is for the trials alone: the result leaves it out.
+    If a setting in `others` is `_BUFFERS_MAX`, it is only for the trials, and the result does not have it.
     """
-    answer: dict[str, Any] = {"error": "nothing was tried"}
+    answer: dict[str, Any] = {"error": "no number of buffers was tried"}
     for count in range(first, _BUFFERS_MAX + 1):
         answer = bench.launcher.run(trial, system, steps=1, warm=1, settings={**others, name: count})
         if "error" not in answer:

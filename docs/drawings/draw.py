@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 INK, PAPER = "#24292f", "#ffffff"
-# Colours with one meaning in all drawings.
+# Each of these colours has the same meaning in all drawings.
 STORAGE, HOST, DEVICE, OLD, NEW = "#dbe9f6", "#e6f4e6", "#fdeeda", "#d0d7de", "#7fb77f"
 FONT = 'font-family="sans-serif" font-size="14"'
-# In pixels: only a little wider than a phone's column, so that letters stay legible there.
+# In pixels. This is only a little wider than the column of a phone, so that letters are legible on a phone.
 WIDTH = 440
 
 
 class Drawing:
-    """Boxes, words and arrows on a white ground."""
+    """A drawing of boxes, words and arrows on a white background."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         size = f'viewBox="0 0 {width} {height}" width="{width}"'
@@ -68,7 +68,7 @@ def places() -> Drawing:
     )
     for title, colour, y, (first, second) in bands:
         made.box(6, y, WIDTH - 12, 128, colour)
-        # Place the title where no arrow passes.
+        # Put the title where no arrow crosses it.
         made.words(342, y + 21, title, middle=True, bold=True)
         made.box(left, y + 34, 128, 82, PAPER, first)
         made.box(middle, y + 34, 128, 82, PAPER, second)

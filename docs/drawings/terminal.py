@@ -1,9 +1,9 @@
-"""Records a killed and resumed `memascend train`: `python docs/drawings/terminal.py` writes docs/drawings/terminal.svg.
+"""Records a run of `memascend train` that is killed and resumed, and draws it as docs/drawings/terminal.svg.
 
-Trains the model of examples/small_model.py in a shell on a pseudo-terminal, kills the training with SIGKILL within a
-step, and types the same command again. The drawing is an animation of the terminal's lines, except for the lines that
-`_shown()` leaves out. The pause before a line is as long as in the recording, but at most a second. Requires the
-packages of `memascend train`.
+Run `python docs/drawings/terminal.py`. It trains the model of examples/small_model.py in a shell on a pseudo-terminal,
+kills the training with SIGKILL in the middle of a step, and types the same command again. The drawing is an animation
+of the terminal's lines, without the lines that `_shown()` leaves out. The pause before a line is as long as in the
+recording, but at most one second. Requires the packages of `memascend train`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ logging_steps: {LOGGED}
 disable_tqdm: true
 """
 COMMAND = "memascend train --config tune.yaml"
-# The last whole step before the kill, and the share of the next step's time after which the kill follows.
+# `KILLED_AFTER` is the last complete step before the kill. The kill happens in the next step, after the fraction
+# `KILLED_AT` of the next step's time.
 KILLED_AFTER, KILLED_AT = 6, 0.5
 TITLE = f"memascend train is killed by kill -9 within step {KILLED_AFTER + 1}; the same command resumes at that step"
-# How the line with the totals begins; the drawing leaves it out.
+# The beginning of the line with the totals. The drawing leaves this line out.
 TOTALS = f"memascend: {STEPS - KILLED_AFTER} steps in "
 
 PROMPT = "$ "
-# Seconds to wait for a line.
+# The number of seconds to wait for a line.
 PATIENCE = 600.0
 # The rows of memascend's header that the drawing shows, after the first start and after the second start.
 ROWS = (("model", "RAM"), ("steps",))
 
-# In pixels. The width is `check_site.WIDEST_DRAWING`: a phone shows the letters at three quarters of their size.
+# In pixels. The width is `check_site.WIDEST_DRAWING`. A phone shows a drawing of this width at three quarters of its
+# size.
 WIDTH, MARGIN, BAR, LINE, SIZE = 480, 12, 28, 18, 14
-# The most characters of a line.
+# The largest number of characters in a line.
 COLUMNS = 54
-# The least and the most seconds between two lines of the drawing.
+# The smallest and the largest number of seconds between two lines of the drawing.
 SHORTEST, LONGEST = 0.12, 1.0
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 GROUND, EDGE, INK, QUIET = "#161b22", "#57606a", "#e6edf3", "#9da7b3"
@@ -62,7 +64,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Shell:
-    """A shell on a pseudo-terminal; `lines` has the time and text of each line that it showed."""
+    """A shell on a pseudo-terminal. `lines` has the time and the text of each line that the terminal showed."""
 
     def __init__(self, folder: Path) -> None:
         self.lines: list[tuple[float, str]] = []
@@ -71,7 +73,7 @@ class Shell:
         if self._pid == 0:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            # OMP_NUM_THREADS is 1 because, on a busy machine, several threads would wait for each other.
+            # Set OMP_NUM_THREADS to 1, because several threads would wait for each other on a busy machine.
             told = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
             os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], told)  # noqa: S606
         # Set 500 columns, so that only draw() breaks lines.
@@ -79,11 +81,11 @@ class Shell:
         self.wait()
 
     def type(self, command: str) -> None:
-        """Types a command, and Enter."""
+        """Types a command, and presses Enter."""
         os.write(self._terminal, f"{command}\n".encode())
 
     def wait(self, text: str | None = None) -> str:
-        """Reads until a line contains `text`, and returns that line; without `text`, until the next prompt."""
+        """Reads until a line contains `text`, and returns this line. Without `text`, reads until the next prompt."""
         seen, until = len(self.lines), time.monotonic() + PATIENCE
         while time.monotonic() < until:
             self._rest += os.read(self._terminal, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
@@ -96,7 +98,7 @@ class Shell:
         raise TimeoutError(f"the terminal did not show {text or PROMPT!r}:\n{self._rest}")
 
     def kill_its_program(self) -> None:
-        """Kills the program that the shell runs, with SIGKILL."""
+        """Sends SIGKILL to the program that the shell runs."""
         (child,) = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
 
@@ -107,7 +109,7 @@ class Shell:
 
 
 def record(folder: Path) -> list[tuple[float, str]]:
-    """Trains, kills and resumes a run; returns the lines that the terminal showed."""
+    """Starts, kills and resumes a training. Returns the lines that the terminal showed."""
     made = [sys.executable, str(ROOT / "examples/small_model.py"), "small"]
     subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     (folder / "tune.yaml").write_text(SETTINGS)
@@ -130,7 +132,10 @@ def record(folder: Path) -> list[tuple[float, str]]:
 
 
 def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Returns the lines to draw: commands, the settings file, and memascend's own lines; no lines of libraries."""
+    """Returns the lines to draw: commands, the settings file, and lines that memascend printed.
+
+    Drops lines of libraries.
+    """
     kept, start = [], -1
     settings = SETTINGS.splitlines()
     for second, line in lines:
@@ -143,12 +148,13 @@ def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def draw(lines: list[tuple[float, str]]) -> str:
-    """Returns an SVG in which the lines appear one after the other; without animation it shows all lines."""
+    """Returns an SVG in which the lines appear one after the other. A viewer without animation shows all lines."""
     rows, at, before = [], 0.0, lines[0][0]
     for second, line in lines:
         at += min(max(second - before, SHORTEST), LONGEST)
         before = second
-        # Indent the rest of a broken line below the words of the header's row.
+        # If a row of the header needs several lines, indent all lines after the first line, so that they begin below
+        # the row's words.
         hanging = " " * (12 if line.startswith("  ") else 2)
         # Keep a value and its unit on one line.
         joined = re.sub(r"(?<=\d) (?=[A-Za-z])", "\u00a0", line)

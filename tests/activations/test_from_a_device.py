@@ -1,4 +1,4 @@
-"""Tests offloaded activations of a device: how many bytes stay in pinned host memory, how many go to storage."""
+"""Tests activations that are offloaded from a GPU: how many bytes stay in pinned host memory, or go to storage."""
 
 import gc
 from functools import partial
@@ -18,10 +18,11 @@ pytestmark = pytest.mark.gpu
 
 ROWS, BLOCKS = 64, 6
 NBYTES = ROWS * WIDTH * 4
-# One group for each block's input, one for the tensor that all blocks share, and one spare.
+# The number of groups of chunks: one for the input of each block, one for the tensor that all blocks share, and a spare
+# group.
 GROUPS = BLOCKS + 2
 STEPS = 2
-# One page: a tensor has four pieces.
+# The bytes of a chunk: one page. Each tensor is divided into four pieces of this size.
 CHUNK = 4096
 
 
@@ -33,7 +34,7 @@ def small(monkeypatch):
     monkeypatch.setattr(decision, "ACTIVATION_GROUPS", GROUPS)
 
 
-# A simulated device computes nothing: its results are the arbitrary contents of its memory, and may be NaN.
+# A simulated device computes nothing. Results are the arbitrary contents of memory, and may be NaN.
 ANYTHING = {"gradients": "ssd", "nonfinite": "commit"}
 offloaded = partial(checkpointed.offloaded, blocks=BLOCKS, activations="host", **ANYTHING)
 
@@ -58,7 +59,7 @@ def written(tmp_path, **options):
     model.others = (rows(9).detach(),)
     checkpointed.trained(model, optimizer, map(rows, range(STEPS)))
     report = optimizer.report().to_dict()
-    # The optimizer is closed and its chunks are freed, so the report may lack this owner.
+    # Training has closed the optimizer, which freed the chunks. The report may therefore have no entry for activations.
     owners = report["host"]["owners"]
     assert owners.get("activations", {"bytes": 0})["bytes"] <= optimizer.plan.host["activations"]
     assert report["host"]["peak"] <= report["host"]["budget"]
@@ -69,7 +70,7 @@ def written(tmp_path, **options):
 def test_what_has_no_room_goes_to_storage(tmp_path, reentrant):
     most, group = comfortable(tmp_path)
     kept = (BLOCKS + 1) * NBYTES * STEPS
-    # The backward may use the pieces in the last three chunks before they are written.
+    # In each step, the backward may use the pieces in the last three chunks before the run has written these pieces.
     last = 3 * CHUNK * STEPS
     budgets = {
         None: (0, 0),
@@ -95,7 +96,7 @@ def test_the_plan_has_what_the_budget_leaves(tmp_path):
     with optimizer:
         assert optimizer.plan.activation_groups == GROUPS + 3
         assert optimizer.plan.host_peak == plan.comfortable + 3 * group
-        # A group of chunks is allocated when it is needed, so the report has none yet.
+        # The run allocates a group of chunks only when it needs the group, so the report counts no groups yet.
         held = optimizer.report().to_dict()["host"]["owners"]["activations"]["bytes"]
         assert held == optimizer.plan.host["activations"] - (GROUPS + 3) * group
 
@@ -108,7 +109,8 @@ def test_what_is_kept_is_gone_from_the_device(tmp_path, where, reentrant):
         x = rows()
         loss = model(x).square().mean()
         gc.collect()
-        # This test holds the first input; the copies of the last `_COMING` inputs from the device may still be running.
+        # The first input is alive because this test holds it. The last `_COMING` inputs may be alive because their
+        # copies from the device may still be running. All other inputs must be freed.
         lives = [ref() is not None for ref in model.inputs]
         assert lives[1 : BLOCKS - activations._COMING] == [False] * (BLOCKS - activations._COMING - 1)
         loss.backward()
@@ -120,7 +122,8 @@ def test_a_graph_that_is_dropped_leaves_nothing(tmp_path):
         x = rows()
         model.others = (x,)
         loss = model(x).square().mean()
-        # Restores the tensor that a backward needs first; its copy may be under way when the graph is dropped.
+        # Restores the tensor that a backward would need first. The copy of this tensor may still be running when the
+        # test drops the graph.
         keeper(model)._living[BLOCKS - 1]().tensor()
         del loss
         gc.collect()
@@ -137,12 +140,13 @@ def test_what_is_changed_in_place_is_right_or_refused(tmp_path):
     with optimizer:
         x = rows().detach()
         loss = model(x).square().mean()
-        # The later blocks waited for the copy of `x` to host memory, so the backward uses the old values.
+        # The forward of later blocks waited until `x` was copied to host memory, so the backward uses the old values of
+        # `x`.
         x.zero_()
         loss.backward()
         optimizer.zero_grad()
         model.blocks[1].up.register_forward_pre_hook(lambda *_: x.zero_())
-        with pytest.raises(memascend.UsageError, match="changed in place before it was copied off the device"):
+        with pytest.raises(memascend.UsageError, match="changed in place before its copy from the device ended"):
             model(x)
 
 
@@ -166,7 +170,7 @@ def test_a_device_that_fails_is_heard_of_and_nothing_is_committed(tmp_path, monk
 
 
 def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
-    """Activations go to storage when an allocation of chunks fails: the plan's chunks are only an upper limit."""
+    """If an allocation of chunks fails, activations go to storage. The plan does not guarantee the chunks."""
     real = activation_memory.memory.ChunkRing
 
     def scarce(chunk_bytes, count, **options):
@@ -176,4 +180,4 @@ def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(activation_memory.memory, "ChunkRing", scarce)
     assert written(tmp_path) > BLOCKS * NBYTES * STEPS // 2
-    assert "checkpointed activations go to storage from here on: there is no more" in caplog.text
+    assert "further checkpointed activations go to storage: there is no more" in caplog.text

@@ -51,7 +51,7 @@ def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
         x = rows()
         loss = model(x).square().mean()
         gc.collect()
-        # Only the first input lives: this test holds it.
+        # Only the first input is still in memory, because this test holds it.
         assert [ref() is not None for ref in model.inputs] == [True] + [False] * (BLOCKS - 1)
         loss.backward()
         report = optimizer.report().to_dict()
@@ -81,7 +81,7 @@ def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
         assert keeper(model).counters["written"] == (BLOCKS + 1) * shared.nbytes
         optimizer.step()
         optimizer.zero_grad()
-        # A tensor that was changed in place is saved again.
+        # If a tensor was changed in place, the tensor must be saved again.
         loss = model(rows()).square().mean()
         shared.add_(1)
         loss = loss + model(rows()).square().mean()
@@ -104,7 +104,7 @@ def test_what_is_changed_in_place_afterwards_or_read_twice_was_kept_as_it_was(tm
 
 
 class Tail(nn.Module):
-    """Checkpoints `first`, but not `last`."""
+    """A model that checkpoints the block `first` but not the block `last`."""
 
     def __init__(self):
         super().__init__()

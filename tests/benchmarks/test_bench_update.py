@@ -1,4 +1,7 @@
-"""Tests the benchmark of the update: the bytes of each format, and DeepSpeed's swapper; no test depends on timings."""
+"""Tests the benchmark of the update: the bytes of each format, and DeepSpeed's swapper.
+
+No test depends on timings.
+"""
 
 import json
 import stat
@@ -13,7 +16,10 @@ from memascend import kernels
 
 @pytest.fixture
 def python(tmp_path):
-    """Writes a program that stands in for a peer: it needs ten buffers, and answers with the contents of a file."""
+    """Writes a program that simulates a peer; returns its path.
+
+    The program needs ten buffers. It answers with the contents of the file `answer`.
+    """
     path = tmp_path / "bin" / "python"
     path.parent.mkdir()
     path.write_text(
@@ -42,7 +48,7 @@ def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
 
 def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
-    # The benchmark takes three steps, of which the first two are a warm-up.
+    # The benchmark takes three steps. The first two steps are a warm-up.
     expected = trained(3)
     answer = {"seconds": 9.0, "added_bytes": 10**9, "swap_buffer_bytes": 10**8, "sample": expected.tolist()}
     (tmp_path / "answer").write_text(json.dumps(answer))
@@ -51,7 +57,7 @@ def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_pa
     assert report["other_seconds"] == 9.0
     assert report["other"]["difference"] == 0
     assert report["other"]["ours_of_swap_buffer_bytes"] == report["held_bytes"] / 10**8
-    # The benchmark detects a peer that took one step less.
+    # The next peer took two steps instead of three. The benchmark must detect this.
     (tmp_path / "answer").write_text(json.dumps({**answer, "sample": trained(2).tolist()}))
     bench_update.main([*words, "--deepspeed", str(python)])
     report = json.loads(capsys.readouterr().out)
@@ -60,7 +66,7 @@ def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_pa
 
 
 def trained(steps):
-    """Returns the first values of the bag after `steps` updates in memory, all with the same gradient."""
+    """Updates the first values of the bag in memory, `steps` times with the same gradient; returns these values."""
     values, gradient = bag.values(bag.SAMPLE), bag.gradient(bag.SAMPLE)
     master = values.float()
     m, v = torch.zeros_like(master), torch.zeros_like(master)

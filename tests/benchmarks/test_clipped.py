@@ -12,7 +12,11 @@ from benchmarks import clipped, predicted
     [(12, 3, 10, 1 - 2 * 79 / 4096), (6, 1, 6, 1 - 2 / 64), (5, 1, 5, 1 - 2 / 32), (1, 1, 1, 0.0)],
 )
 def test_a_median_lies_between_order_statistics(count, low, high, confidence):
-    """The binomial distribution gives the interval: of 12 values the 3rd and the 10th, of few values the outermost."""
+    """The binomial distribution gives the interval.
+
+    Of 12 values, the interval is from the 3rd to the 10th value. Of six or fewer values, it is from the smallest to the
+    largest value.
+    """
     assert clipped.median_interval(list(range(count, 0, -1))) == (low, high, confidence)
 
 
@@ -28,7 +32,10 @@ def test_runs_that_differ_are_told_apart_from_runs_that_spread():
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (1.11, "MISSED")])
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, length):
-    """In all cases the rounds get slower by the same factors, so a verdict must compare rounds in pairs."""
+    """In each case, the rounds get slower by the same factors.
+
+    A verdict must therefore compare a round of one case with the same round of the other case.
+    """
     settings = {"table": "memory", "parameters": "500M", "batch": 4, "length": length, "threads": 1}
     names = ("torch in memory, clipped", "unclipped", "clipped by max_grad_norm", "clipped by clip_grad_norm_")
     cases = {

@@ -45,7 +45,10 @@ TOY = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trl", [True, False])
 def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
-    """Runs the headline on the CPU: all cells train the same model, and each cell's result is written when it ends."""
+    """Runs the benchmark with --headline on the CPU.
+
+    All cells train the same model. When a cell ends, the benchmark writes the cell's result.
+    """
     pytest.importorskip("trl")
     (tmp_path / "config.json").write_text(json.dumps(TOY))
     if not trl:
@@ -80,7 +83,10 @@ def test_the_largest_that_fits(parameters):
 
 
 def test_the_bound():
-    """The bound is the longest of compute, disk and PCIe in each part of the step; PCIe transfers both ways at once."""
+    """In each part of the step, the bound is the longest time of compute, disk and PCIe.
+
+    PCIe transfers in both directions at the same time.
+    """
 
     class Plan:
         read_bytes = {"values, forward": 2 * 10**9, "values, backward": 2 * 10**9, "state": 10**10}  # noqa: RUF012

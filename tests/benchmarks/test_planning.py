@@ -27,7 +27,10 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
-    """Besides a constant part, all 12 blocks take equally long; the slower the blocks, the fewer are measured."""
+    """All 12 blocks take equally long, in addition to a constant part.
+
+    If the blocks are slower, the benchmark measures fewer of them.
+    """
     model, depths = describe(config, None)[0], []
 
     def passed(_, depth, *__):
@@ -48,7 +51,8 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     assert len(model.model.layers) == 12
     passed = processor._pass_seconds(model, 2, SimpleNamespace(recomputes=True), (1, 16))
     assert all(0 < seconds < 60 for seconds in passed)
-    # A model whose blocks differ is measured whole; a list of modules inside a block does not count as blocks.
+    # If the blocks of a model differ, the benchmark measures the whole model. A list of modules inside a block does not
+    # count as a list of blocks.
     model.model.layers[7] = nn.Linear(4, 4, device="meta")
     assert processor._depth(model) == 1
     assert len(processor._shallow(model, 3).model.layers) == 12
@@ -83,13 +87,14 @@ def test_shapes_add_up_to_the_published_size(model):
 def test_a_reservation_by_hand():
     embedding, block, head = (1_000_000,), (300_000, 50_000), (1_000_000,)
     result = reserve([embedding, block, block, block, head], window=2)
-    # Windows: embedding + block (1,350,000), block + block, block + head. 50,000 bytes are under the threshold of
-    # 100,000 elements, so ZeRO-Infinity keeps all three of them and swaps at most two tensors at once.
+    # The windows are embedding + block (1,350,000), block + block, and block + head. The three tensors of 50,000 bytes
+    # are under the threshold of 100,000 elements, so ZeRO-Infinity keeps all three tensors. It swaps at most two
+    # tensors at once.
     assert result.needed == 1_350_000
     assert result.reserved["one size"] == 2 * 1_000_000 + 3 * 50_000
     assert result.reserved["one size, rounded"] == 2**21 + 3 * 50_000
     assert result.reserved["per shape"] == 1_000_000 + 2 * 350_000
-    # The arena has one slot that the embedding and the head share, and two for blocks, in whole pages.
+    # The arena has one slot that the embedding and the head share, and two slots for blocks. Each slot has whole pages.
     assert 1_700_000 <= result.reserved["arena"] <= 1_700_000 * 1.01 + 4096
     assert result.waste("one size") == pytest.approx(100 * (2_150_000 / 1_350_000 - 1))
 

@@ -115,7 +115,7 @@ def test_what_was_asked_the_same_is_not_measured_again(tmp_path):
 
 
 class Trials:
-    """Stands in for a bench; its peer needs five parameter buffers and seven state buffers."""
+    """Simulates a `Bench`. Its peer needs five parameter buffers and seven state buffers."""
 
     def __init__(self):
         self.launcher = self
@@ -139,7 +139,7 @@ def test_the_fewest_buffers_are_found_by_trying():
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Returns a function that makes a bench whose launcher returns the results of a given function."""
+    """Returns a function `made(run)` that makes a `Bench`. The launcher of this bench returns the result of `run()`."""
     monkeypatch.setattr("benchmarks.train.measure.disk_speeds", lambda _: {})
     launcher = Launcher(tmp_path, None)
 

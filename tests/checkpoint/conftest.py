@@ -17,7 +17,7 @@ def quiet():
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Trains for five steps and stops; returns the folder with the store."""
+    """Trains for five steps and stops; returns the folder that contains the store."""
     from support.trained_program import started
 
     folder = tmp_path_factory.mktemp("ended")

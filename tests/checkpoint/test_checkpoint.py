@@ -1,4 +1,4 @@
-"""Tests checkpoints: a failed save keeps the old one, memory stays flat, other stores continue from them exactly."""
+"""Tests checkpoints: exact continuation in another store, files, failed and killed saves, and memory use."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ from memascend.text import Progress
 
 
 class Mixed(torch.nn.Module):
-    """A model with tied weights, running statistics, a frozen layer, and a convolution with channels last."""
+    """A model with tied weights, running statistics, a frozen layer, and a convolution in channels-last format."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def made(dtype=torch.bfloat16, optimizer=torch.optim.AdamW, seed=0, **options):
     torch.manual_seed(seed)
     model = Mixed().to(dtype)
     model.conv.to(memory_format=torch.channels_last)
-    if optimizer is torch.optim.Adafactor:  # torch's Adafactor divides by the number of elements, here 0
+    if optimizer is torch.optim.Adafactor:  # torch's Adafactor would divide by the 0 elements of `none`
         del model.none
         model.none = torch.zeros(1)
     return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
@@ -92,7 +92,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
         optimizer.param_groups[0]["lr"] = 5e-3
         optimizer.user_state = {"position": 3}
         optimizer.save(tmp_path / "saved")
-        # With fp16 the first steps overflow and are skipped.
+        # With fp16, the first steps overflow and are skipped, so `steps` may be less than 3.
         steps = optimizer.steps
         identity = optimizer.state_dict()
         before = everything(model, optimizer)
@@ -124,7 +124,7 @@ def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, of
 
 
 class Turned(torch.nn.Module):
-    """A module with a transposed and a permuted parameter; their strides match no memory format."""
+    """A module with a transposed and a permuted parameter. The strides of neither parameter match a memory format."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradie
 def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
     def conv(memory_format):
         torch.manual_seed(0)
-        # The first layer's weight has several chunks.
+        # The weight of the first layer is so large that its optimizer state has several chunks.
         model = torch.nn.Sequential(torch.nn.Conv2d(16, 1500, 5), torch.nn.Conv2d(1500, 3, 1))
         model = model.to(torch.bfloat16).to(memory_format=memory_format)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -179,7 +179,7 @@ def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
         optimizer.save(tmp_path / "saved")
         before = everything(model, optimizer)
         assert before["0.weight"].stride() == model[0].weight.stride() == stride
-    # The file has the tensor in row-major order, as other tools expect.
+    # The checkpoint's file has the tensor in row-major order, which other tools expect.
     with safe_open(tmp_path / "saved" / "model.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("0.weight"), before["0.weight"])
     model, optimizer = conv(torch.contiguous_format)
@@ -211,7 +211,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
 
 
 def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpointing(tmp_path):
-    """The files load into models with and without the wrappers, although the wrappers rename parameters."""
+    """A checkpoint loads into models with and without checkpoint_wrapper(), although the wrapper renames parameters."""
 
     def run(*, wraps, steps, **options):
         torch.manual_seed(0)
@@ -240,7 +240,7 @@ def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpoi
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Saves a checkpoint after two steps; returns its folder, and the values and state of the run."""
+    """Saves a checkpoint after two steps; returns the checkpoint's folder, and the run's values and optimizer state."""
     folder = tmp_path_factory.mktemp("checkpoints")
     model, optimizer = made()
     model, optimizer = memascend.offload(model, optimizer)
@@ -340,7 +340,7 @@ def test_each_part_of_a_tensor_that_several_ranks_wrote_counts(saved, tmp_path):
 
 def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
-    refused(tmp_path, tmp_path, ConfigError, "is no checkpoint")
+    refused(tmp_path, tmp_path, ConfigError, "is not a checkpoint")
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
@@ -348,14 +348,16 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
     weights.unlink()
     refused(folder, tmp_path, CorruptionError, "is partial: model.safetensors is missing")
     weights.write_bytes(whole)
-    refused(folder, tmp_path, ConfigError, "is of AdamW, and the optimizer is Adam", kind=torch.optim.Adam)
-    refused(folder, tmp_path, ConfigError, "not that of this optimizer and master_dtype", master_dtype=None)
+    refused(
+        folder, tmp_path, ConfigError, "was saved with AdamW, but this run's optimizer is Adam", kind=torch.optim.Adam
+    )
+    refused(folder, tmp_path, ConfigError, "does not fit this run's optimizer and master_dtype", master_dtype=None)
     path = folder / "memascend" / "manifest.json"
     manifest = json.loads(path.read_bytes())
     for change, match in (
         ({"version": 3}, "version 3"),
         ({"format": "other"}, "'other'"),
-        ({"step": "3"}, "malformed: no step"),
+        ({"step": "3"}, r"malformed \(no step\)"),
         ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, "malformed: the entry of"),
         ({"files": {"model.safetensors": {"bytes": 1}}}, "malformed: the entry of"),
     ):
@@ -401,7 +403,7 @@ def test_only_between_steps_and_never_over_something_else(running, tmp_path):
     optimizer.zero_grad()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match="something else than a checkpoint"):
+    with pytest.raises(ConfigError, match="files that are not a checkpoint"):
         optimizer.save(tmp_path / "mine")
     with pytest.raises(ConfigError, match="does not exist"):
         optimizer.save(tmp_path / "nowhere" / "saved")
@@ -450,7 +452,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
     assert step() == 0
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 20, 1 << 20, 100))
-        with pytest.raises(StorageError, match="100 free"):
+        with pytest.raises(StorageError, match="only 100 bytes are available"):
             optimizer.save(folder)
     with monkeypatch.context() as patch:
         patch.setattr(files, "_exchange", lambda *_: False)
@@ -462,7 +464,10 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
 
 
 def killed_at_random_moments(folder, kills):
-    """Kills children that save, and verifies the checkpoint after each kill. Forks: run it in its own interpreter."""
+    """Kills child processes while they save, and verifies the checkpoint after each kill.
+
+    This function forks, so it must run in its own interpreter.
+    """
 
     def save(begun):
         model, optimizer = made()
@@ -498,7 +503,10 @@ getattr(test_checkpoint, sys.argv[2])(pathlib.Path(sys.argv[3]), sys.argv[4])
 
 @pytest.fixture
 def elsewhere(loaded, tmp_path):
-    """Returns a function that runs a function of this file in a new interpreter and returns its last two words."""
+    """Returns `call`, which runs a function of this file in a new interpreter.
+
+    `call` returns the last two words of the interpreter's output.
+    """
 
     def call(function, folder, argument, timeout=250):
         words = Path(__file__).parent.parent, function.__name__, folder, argument
@@ -513,7 +521,7 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
     assert found == ["seen", str(kills)], "a child saved no checkpoint"
 
 
-# The option `M_ARENA_MAX` of glibc's malloc.h.
+# The number of the option `M_ARENA_MAX` in glibc's malloc.h.
 M_ARENA_MAX = -8
 WIDTH = 1_100_000
 
@@ -521,21 +529,21 @@ WIDTH = 1_100_000
 class Wide(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        # The embedding is one unit, and almost the whole model.
+        # The embedding is one unit. It has almost all parameters of the model.
         self.embed = torch.nn.EmbeddingBag(WIDTH, 16)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 
 
 def grows(folder, step):
-    """Prints the memory that offload() and save() add, and the memory that the plan has for units."""
+    """Prints the memory that offload() and save() add to the process, and the memory that the plan has for units."""
     from memory.measured import Sampler, status
 
-    # The heaps of threads keep freed memory, so the test allows only two of them.
+    # Each heap of malloc keeps freed memory, so the test allows only two heaps.
     assert ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2) == 1
     with torch.device("meta"):
         model = Wide().to(torch.bfloat16)
     how = {"checkpoint": folder / "saved"} if step == "load" else {"weights": folder / "weights.safetensors"}
-    # A first small run allocates the memory that torch and threads need once.
+    # Before `base` is measured, a small run allocates the memory that torch and its threads allocate only once.
     small = torch.nn.Linear(8, 8).to(torch.bfloat16)
     with memascend.offload(small, torch.optim.AdamW(small.parameters()), storage=folder / f"small{step}")[1] as other:
         other.save(folder / f"small{step}.saved")
@@ -560,8 +568,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
     values_bytes = values["embed.weight"].nbytes
     for step in ("save", "load"):
         grown, held = map(int, elsewhere(grows, tmp_path, step))
-        # The arena has room for the values of the largest unit. The optimizer state, six times as many bytes, streams
-        # through small buffers.
+        # The arena has room for the values of the largest unit. The optimizer state is six times as large as these
+        # values, but streams through small buffers.
         assert values_bytes <= held
         assert grown - held < 32 << 20 < values_bytes, (grown, held)
         if step == "save":
@@ -571,14 +579,14 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
 
 
 class Configuration:
-    """Stands in for a config of transformers, which save() writes beside the weights."""
+    """Stands in for a config of transformers. save() writes the model's config beside the weights."""
 
     def save_pretrained(self, folder):
         (folder / "config.json").write_text(str(self.architectures))
 
 
 def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, target, monkeypatch):
-    """Requires that a folder that has the target's name after a loss of power is complete."""
+    """Requires that a folder with the target's name is complete, even after a loss of power."""
     model, optimizer = running
     model.config = Configuration()
     synced = []

@@ -1,4 +1,4 @@
-"""Tests checkpoints that a Trainer saves: it resumes bit for bit, and rejects checkpoints that do not fit the store."""
+"""Tests checkpoints of a Trainer: it resumes bit for bit, and rejects a checkpoint that does not fit the store."""
 
 import json
 import os
@@ -25,7 +25,8 @@ from memascend.trainer.reference import offload_both
 STEPS = 6
 FIGURES = {"host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds"}
 
-# These tests allow warnings of libraries, and the warning that a resumed run keeps its stored options.
+# These tests allow warnings of libraries. They also allow memascend's warning that a resumed run keeps its stored
+# options.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("quiet")]
 
 
@@ -38,26 +39,26 @@ class EndsWithin(TrainerCallback):
 
 
 def built(seed=0):
-    """Returns a model with dropout, in bfloat16 with fp32 master weights: an inexact resume shows in the next step."""
+    """Returns a bfloat16 model with dropout, and its optimizer. An inexact resume would change the next step's loss."""
     model = trained_program.model(seed).bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def trainer(model, optimizer, output, *callbacks, **more):
-    """Makes a Trainer with its default clipping and two micro-batches a step."""
+    """Makes a Trainer that clips gradients as Trainers do by default, and computes two micro-batches per step."""
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 2}
     options |= {"max_steps": STEPS, "eval_steps": 3, **more}
     return trained_program.made(output, *callbacks, own=model, optimizers=(optimizer, None), **options)
 
 
 def said(trained):
-    """Returns the lines of the Trainer's log with losses, without times and figures of storage."""
+    """Returns the log lines that have a loss, after removing their times and storage figures."""
     return [compared(entry) for entry in trained.state.log_history if "loss" in entry or "eval_loss" in entry]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Trains in RAM with torch's own optimizer, without a stop; returns the log and the weights."""
+    """Trains in memory with `Reference`, without interruption; returns the log and the weights."""
     with threads_of_torch(1):
         model, optimizer = built()
         run = trainer(model, Reference(optimizer), tmp_path_factory.mktemp("undisturbed"), save_strategy="no")
@@ -75,7 +76,7 @@ def begun(tmp_path, *, existing="refuse", checkpoint=None, seed=0):
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """Ends a training within its fifth step, after the checkpoint of step 4; returns its folder."""
+    """Ends a training within its fifth step; returns the training's folder, which has a checkpoint of step 4."""
     folder = tmp_path_factory.mktemp("first")
     with threads_of_torch(1):
         model, optimizer = begun(folder)
@@ -96,9 +97,10 @@ def ended(first, tmp_path):
 @pytest.mark.parametrize("existing", ["replace", "resume"])
 def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, ended, undisturbed, existing):
     output = ended
-    # Pretends that training waited for the drive for half of the time. Only the first log line reports such waits.
+    # Pretends that training waited for the drive half of the time. The log must report this wait exactly once.
     monkeypatch.setattr(Report, "waited", 0.5)
-    # The Trainer must not write the weights again by the model's `save_pretrained()`.
+    # memascend writes the weights of a checkpoint. The Trainer must not call the model's `save_pretrained()`, which
+    # would write the weights a second time.
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", lambda *_, **__: pytest.fail("saved twice"))
     last = output / "checkpoint-4"
     model, optimizer = begun(tmp_path, existing=existing, checkpoint=last, seed=9)
@@ -112,17 +114,19 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
             assert ("loss" in entry) == FIGURES.issubset(entry)
             if "loss" in entry:
                 assert 0 < entry["host_memory_bytes"] <= 64 << 20
-                # All records are kept in RAM, so a step may read nothing.
+                # All records are kept in RAM, so a step may read 0 bytes from the drive.
                 assert entry["read_bytes"] >= 0 < entry["written_bytes"]
                 assert entry["waiting_seconds"] >= 0
         assert caplog.text.count("The drive bounds this run: training waited for it 50% of the time") == 1
         assert "save_pretrained" not in vars(model)
     with memascend.engine.Store.open(tmp_path / "store") as store:
-        # The last step's commit has the scheduler, and the learning rate that the scheduler set after the step.
+        # The commit of the last step contains the scheduler's state, and the learning rate that the scheduler set after
+        # this step.
         (scheduled,) = store.hyperparameters["schedule"]["schedulers"]
         assert (scheduled["scheduler"], scheduled["state"]["last_epoch"]) == ("LambdaLR", STEPS)
         assert store.hyperparameters["groups"][0]["lr"] == scheduled["state"]["_last_lr"][0] == 0.0
-    # The checkpoints that save_total_limit keeps are complete, and transformers loads them.
+    # `save_total_limit` keeps the last two checkpoints. transformers loads the newest checkpoint, whose files are
+    # complete.
     assert sorted(os.listdir(output)) == ["checkpoint-4", "checkpoint-6"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(output / "checkpoint-6")
     assert same_states(weights(loaded), undisturbed[1])
@@ -133,18 +137,19 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
 def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, ended, undisturbed):
     model, optimizer = begun(tmp_path, existing="replace", checkpoint=ended / "checkpoint-4")
     optimizer.close()
-    # The run has taken no step since the checkpoint, but the store's id differs from the id in the checkpoint.
+    # The store is at the step of the checkpoint, but the store's id differs from the id in the checkpoint.
     model, optimizer = begun(tmp_path, existing="resume", seed=9)
     with optimizer:
         run = trainer(model, optimizer, ended, Callback())
         run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert said(run) == undisturbed[0]
         before = weights(model)
-        with pytest.raises(UsageError, match=r"other weights .* those of step 6 of"):
+        with pytest.raises(UsageError, match=r"weights that differ .* those of step 6 of"):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert same_states(weights(model), before)
         other = trainer(model, optimizer, tmp_path / "other", Callback(), max_steps=1, save_strategy="no")
-        # load_state_dict() calls of the program, between two trainings, do not count as a resume.
+        # Between two trainings, the program itself may call load_state_dict(). memascend does not treat these calls as
+        # a resume.
         model.load_state_dict({name: values + 1 for name, values in before.items()}, strict=False)
         model.load_state_dict(before, strict=False)
         other.train()
@@ -152,7 +157,7 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
     model, optimizer = begun(tmp_path, existing="resume", seed=9)
     with optimizer:
         state = torch.load(ended / "checkpoint-4" / "optimizer.pt", weights_only=True)
-        with pytest.raises(UsageError, match=r"of step 4 of store .* holds step 7 of store"):
+        with pytest.raises(UsageError, match=r"of step 4 of store .* the storage has step 7 of store"):
             optimizer.load_state_dict(state)
 
 
@@ -167,11 +172,16 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         assert optimizer.steps == 5
         before = weights(model)
         run = trainer(model, optimizer, ended, *(callback() for callback in callbacks))
-        says = r"other weights .* those of step 5 of" if callbacks else r"is of step 4 of .* holds step 5 of"
+        says = (
+            r"weights that differ .* those of step 5 of"
+            if callbacks
+            else r"is of step 4 of .* the storage has step 5 of"
+        )
         with pytest.raises(UsageError, match=rf"{says}.*checkpoint="):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert optimizer.steps == 5
-        # Without the callback, memascend cannot know that the weights that the Trainer loads belong to a checkpoint.
+        # With the callback, the rejected checkpoint changes no weights. Without the callback, memascend cannot know
+        # that the Trainer loads the weights from a checkpoint, so the weights change before the error.
         assert same_states(weights(model), before) == bool(callbacks)
 
 
@@ -194,12 +204,13 @@ def vectors(count):
 
 
 def adapted():
-    """Returns a model with adapters; its checkpoints have the files of peft and the files of memascend."""
+    """Returns a model with adapters. Checkpoints of this model have the files of peft and the files of memascend."""
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(built()[0], peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-# By kind: the model, the Trainer's options for its data, and the file with the weights in its checkpoints.
+# Maps a kind to a function that makes the model, the Trainer's options for the data, and the name of the weights file
+# in a checkpoint.
 KINDS = {
     "plain": (Plain, {"data": vectors(64), "collate": transformers.default_data_collator}, "model.safetensors"),
     "adapters": (adapted, {}, "adapter_model.safetensors"),
@@ -243,7 +254,7 @@ def test_a_reference_model_takes_a_part_of_the_budget(tmp_path):
 
 
 class ByFunctions(torch.optim.lr_scheduler.LambdaLR):
-    """A scheduler whose state has a function, which no commit can store."""
+    """A scheduler whose state contains a function. A commit cannot store functions."""
 
     def state_dict(self):
         return {**super().state_dict(), "rule": max}

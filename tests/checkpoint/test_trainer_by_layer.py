@@ -1,4 +1,8 @@
-"""Tests Trainers that compute micro-batches by layer if all code involved was tested: same losses, logs and weights."""
+"""Tests that a Trainer by layer has the losses, logs and weights of micro-batches one after the other.
+
+By layer, each unit computes all micro-batches before the next unit begins. A Trainer with code that was not tested by
+layer computes the micro-batches one after the other.
+"""
 
 import functools
 import logging
@@ -64,7 +68,7 @@ class OwnInputs(Trainer):
 
 
 class OwnLog(Trainer):
-    """A Trainer with its own log(), which runs between steps and so may contain any code."""
+    """A Trainer with its own log(). Trainers call log() between steps, so log() does not prevent computing by layer."""
 
     def log(self, logs, *given, **options):
         logs["seen"] = self.state.global_step
@@ -100,12 +104,13 @@ def with_hook_of_all(trainer):
 
 
 def with_wrapped_forward(trainer):
-    """Wraps a block's forward by functools.wraps(), which gives the wrapper the name of transformers' own function."""
+    """Wraps the forward of a block. functools.wraps() gives the wrapper the name of transformers' function."""
     forward = block(trainer).forward
     block(trainer).forward = functools.wraps(forward)(lambda x: 2 * forward(x))
 
 
-# Changes to the Trainer. accelerate sets a scaler for fp16; the disabled scaler of the case "scaler" scales no losses.
+# Maps a case to a function that changes the Trainer. The scaler of the case "scaler" is disabled, so it does not scale
+# losses. For fp16, accelerate sets an enabled scaler.
 CHANGES = {
     "checkpointed": lambda trainer: trainer.model.gradient_checkpointing_enable(),
     "hook": lambda trainer: block(trainer).register_forward_hook(lambda *_: None),
@@ -119,7 +124,8 @@ CHANGES = {
     "attention": lambda trainer: setattr(trainer.model.config, "_attn_implementation", "own"),
 }
 transformers.AttentionInterface.register("own", sdpa_attention_forward)
-# The Trainer's class, the model, and the logged reason for computing micro-batches in turn; None: by layer.
+# Maps a case to the Trainer's class, a function that makes the model, and the logged reason why micro-batches are
+# computed one after the other. The reason is None if micro-batches are computed by layer.
 CASES = {
     "plain": (Trainer, qwen2, None),
     "checkpointed": (Trainer, qwen2, None),
@@ -128,29 +134,30 @@ CASES = {
     "experts of gpt-oss": (Trainer, gpt_oss, None),
     "dropout": (Trainer, lambda: qwen2(attention_dropout=0.2), "random numbers are drawn"),
     "loss": (OwnLoss, qwen2, "compute_loss() of OwnLoss was not tested"),
-    "inputs": (OwnInputs, qwen2, "OwnInputs has a _prepare_inputs of its own"),
+    "inputs": (OwnInputs, qwen2, "OwnInputs overrides _prepare_inputs"),
     "block": (Trainer, own_block, "code of yours (OwnBlock)"),
     "hook": (Trainer, qwen2, "module 'model.layers.1.mlp' has a hook of yours"),
     "hook of all": (Trainer, qwen2, "a hook of yours is called for all modules"),
     "gradient": (Trainer, qwen2, "called for the gradient of"),
-    "method": (Trainer, qwen2, "given a compute_loss() of its own"),
+    "method": (Trainer, qwen2, "has its compute_loss() replaced"),
     "wrapped": (Trainer, qwen2, "module 'model.layers.1.mlp' has code of yours"),
     "scaler": (Trainer, qwen2, "losses are scaled for fp16"),
     "callback": (Trainer, qwen2, "Halves has an on_substep_end()"),
-    "function": (Trainer, qwen2, "compute_loss_func is a function of yours"),
+    "function": (Trainer, qwen2, "compute_loss_func is your own function"),
     "attention": (Trainer, qwen2, "an attention or a loss of yours"),
 }
-# Cases that are compared with a plain run. In all other cases the Trainer itself computes each micro-batch.
+# Cases that are compared with a run in which the Trainer itself computes each micro-batch. In all other cases, the
+# Trainer itself computes each micro-batch anyway, so a comparison would show nothing.
 COMPARED = [*(name for name in CASES if CASES[name][2] is None), "dropout", "loss"]
 
 
 def run(folder, model, trainer_of, *, layers, **given):
-    """Trains; returns the log, the weights, the bytes that the last step read, and whether the steps went by layer.
+    """Trains; returns the log, the weights, the bytes that the last step read, and whether steps were made by layer.
 
     `trainer_of(model, optimizer, callbacks)` makes the Trainer.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # With a Trainer's default budget, all records would be kept in RAM, and steps would read nothing.
+    # With the default budget of a Trainer, all records would be kept in RAM, so steps would read 0 bytes.
     streamed = planned(model, optimizer, Options(gradients="ssd")).plan.budget
     given = {"storage": folder / f"{layers}.store", "gradients": "ssd", "host_memory": streamed, **given}
     if not layers:
@@ -196,7 +203,7 @@ def said(caplog):
 
 @pytest.fixture
 def heard(caplog, monkeypatch):
-    """Returns the log. Has updates always deferred to the same pass, so that the bytes read do not depend on timing."""
+    """Returns the log. Has deferred updates written in the next forward, so that bytes read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     caplog.set_level(logging.INFO, "memascend")
     return caplog
@@ -204,7 +211,11 @@ def heard(caplog, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Returns a function that simulates a GPU with `allocatable` bytes; a micro-batch peaks at 100 and keeps 30."""
+    """Returns `have`, which simulates a GPU with `allocatable` bytes.
+
+    On this GPU, 10 bytes are allocated before the first micro-batch. The micro-batch raises the allocated bytes to 100,
+    and its forward keeps 30 bytes for its backward.
+    """
 
     def have(allocatable):
         allocated = iter([10, 40])
@@ -225,13 +236,14 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
     if name in COMPARED:
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)
-        # If micro-batches run in turn, the bytes read differ by the units prefetched for the next step.
+        # By layer, a step reads fewer bytes than in the plain run. One after the other, the bytes read are not
+        # compared: they depend on the units that are prefetched for the next step.
         assert found[2] < plain[2] or why is not None
 
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
 def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits):
-    """On a GPU, the first step measures a micro-batch: 100 bytes, of which each further micro-batch keeps 30."""
+    """On a GPU, the first step measures memory: 100 bytes for one micro-batch, and 30 bytes for each further one."""
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     on_a_gpu(allocatable)
@@ -239,7 +251,8 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a
     assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
     plain = trained(tmp_path, "plain", layers=False)
     require_same(found, plain)
-    # If micro-batches run in turn, the bytes read differ by the units prefetched for the next step.
+    # By layer, a step reads fewer bytes than in the plain run. One after the other, the bytes read are not compared:
+    # they depend on the units that are prefetched for the next step.
     assert found[2] < plain[2] or not fits
 
 
@@ -249,16 +262,18 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     assert not room.lacks([{"input_ids": batch}] * 100)
     step = room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))
     step({"input_ids": batch})
-    # The beginning of the second micro-batch reads the peak of the first.
+    # When the second micro-batch begins, `step` reads the peak of the first micro-batch.
     step({"input_ids": batch})
-    # 100 bytes for one micro-batch and 30 for each of 29 more fit into nine tenths of 1,100.
+    # The first micro-batch needs 100 bytes, and each further micro-batch needs 30 bytes. Nine tenths of the 1,100
+    # allocatable bytes have room for 30 micro-batches, which need 970 bytes.
     assert not room.lacks([{"input_ids": batch}] * 30)
     assert room.lacks([{"input_ids": batch}] * 31)
-    # A batch that is ten times as long needs 10 + 10 * 90 bytes, which leaves room for one short batch.
+    # A batch that is ten times as long needs 10 + 10 * 90 = 910 bytes. The other 80 bytes have room for one short
+    # batch, but not for a second long batch.
     longer = transformers.BatchEncoding({"input_ids": batch.repeat(10, 1)})
     assert not room.lacks([longer, {"input_ids": batch}])
     assert room.lacks([longer, longer])
-    # By layer, each micro-batch has its own gradient of a tied parameter, of `_tied` bytes.
+    # By layer, each further micro-batch has its own gradient of a tied parameter. This gradient has `_tied` bytes.
     room._tied = 60
     assert not room.lacks([longer])
     assert room.lacks([longer, {"input_ids": batch}])

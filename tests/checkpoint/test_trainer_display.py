@@ -1,4 +1,4 @@
-"""Tests the header, the figures of each step and the totals that a Trainer prints, and the forecast of a step."""
+"""Tests that a Trainer prints a header, figures of each step and totals. Also tests the forecast of a step."""
 
 import random
 import re
@@ -22,7 +22,7 @@ STEPS = 14
 
 @pytest.fixture(autouse=True)
 def is_fast(monkeypatch):
-    """Spends no time on measuring the processor's speed."""
+    """Makes the measurement of the processor's speed as short as possible."""
     monkeypatch.setattr(hardware, "_SECONDS", 0.0)
 
 
@@ -74,7 +74,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
         r"of the [\d,]+ TB that a consumer drive of this size is warranted for",
         end,
     )
-    # The report's history, which a picture shows, has the losses of both starts.
+    # The history of the report has the losses of both starts of the training.
     losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     report = trainer.optimizer.optimizer.report()
     assert report.history.losses == losses
@@ -83,7 +83,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
 
 
 class Bar(transformers.TrainerCallback):
-    """A callback with a progress bar, like the Trainer's own callback."""
+    """A callback with a progress bar, as transformers' ProgressCallback has."""
 
     def __init__(self):
         self.said = []
@@ -104,7 +104,7 @@ def test_a_trainer_that_is_to_be_silent_is_silent(tmp_path, capsys):
 
 
 def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
-    """forecast() raises no error for data that it cannot predict: training starts without a forecast."""
+    """If forecast() cannot predict a step for the data, it raises no error, so training starts without a forecast."""
     trainer = made(tmp_path)
     trainer.create_optimizer()
     own = {"storage": str(tmp_path / "store")}
@@ -118,7 +118,7 @@ def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
 
 @pytest.mark.parametrize("kind", ["drawn", "list"])
 def test_a_forecast_disturbs_nothing(tmp_path, kind):
-    """forecast() draws no random numbers, neither from the process nor through the data: training must not change."""
+    """forecast() must not change the training, so it draws no random numbers and reads no data that draws them."""
     dice = random.Random(1)
     trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
     trainer.create_optimizer()
@@ -126,7 +126,8 @@ def test_a_forecast_disturbs_nothing(tmp_path, kind):
     found = forecast(trainer, {"storage": str(tmp_path / "store")})
     assert before == (RandomNumbers.now().to_json(), dice.getstate())
     assert (found.seconds is None) == (kind == "drawn")
-    # A step of four micro-batches with clipping writes spilled gradients, the updated state and the values.
+    # A step of four micro-batches with clipping writes the spilled gradients, the updated optimizer state and the
+    # values.
     trained = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert found.written > 3 * trained
 
@@ -149,7 +150,7 @@ def test_the_chosen_experts_of_a_model_compute_a_token():
 
 
 class Printed(transformers.PrinterCallback):
-    """A subclass of the Trainer's callback that prints logs; records the logs instead."""
+    """A subclass of PrinterCallback, with which Trainers print logs. Records the logs instead of printing them."""
 
     def on_log(self, _args, _state, _control, logs=None, **_):
         self.logs = [*getattr(self, "logs", ()), dict(logs)]
@@ -162,7 +163,7 @@ def test_figures_in_bytes_are_for_the_history_and_not_printed(tmp_path, capsys):
     trainer = started(tmp_path, printed, reported, end=4)
     (line,) = (line for line in trainer.state.log_history if "loss" in line)
     assert line.keys() >= set(FIGURES)
-    # Callbacks after the printing callback get the figures, too.
+    # Callbacks that the Trainer calls after the printing callback get the figures as well.
     assert [set(FIGURES) <= logs.keys() for logs in seen] == [True]
     assert len(printed.logs) == 1
     assert not printed.logs[0].keys() & set(FIGURES)

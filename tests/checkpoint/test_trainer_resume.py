@@ -1,4 +1,4 @@
-"""Tests that a Trainer resumes where its process ended, with the same bits and log, or that an error says why not."""
+"""Tests that a Trainer resumes where its process ended, with the same bits and log. Otherwise an error says why not."""
 
 import json
 import random
@@ -30,7 +30,10 @@ PROGRAM = "import sys; from support.trained_program import main; main(*sys.argv[
 
 @pytest.fixture(scope="module")
 def has_transformers():
-    """Starts an interpreter that has imported transformers: the import takes longer than most of these trainings."""
+    """Starts an interpreter that has imported transformers.
+
+    The import takes longer than most of these trainings.
+    """
     modules = ["transformers.trainer", "transformers.models.qwen2.modeling_qwen2"]
     loaded = Loaded(environment(), modules, warnings=("ignore",))
     yield loaded
@@ -39,7 +42,10 @@ def has_transformers():
 
 @pytest.fixture
 def start(has_transformers):
-    """Returns a function that runs the program with options of the Trainer, and returns its last line, the digest."""
+    """Returns `run`, which runs the program with options of the Trainer.
+
+    `run` returns the last line of the output. If the program ends by itself, this line is the digest of the weights.
+    """
 
     def run(*words, ends=0, **options):
         variables = {**environment(), "TRAINED_OPTIONS": json.dumps(options), "ENDS_BY": str(-ends)}
@@ -49,15 +55,16 @@ def start(has_transformers):
         assert done.status == ends, done
         last = (done.err if ends else done.out).splitlines()[-1:]
         if ends == -signal.SIGINT:
-            assert re.fullmatch(r"stopped after step \d+, which is committed: the same script goes on there", *last), (
-                last
-            )
+            assert re.fullmatch(
+                r"stopped after step \d+, which is saved: start the same script again to continue", *last
+            ), last
         return last
 
     return run
 
 
-# Points and steps at which the tests end the process: every third time by Ctrl-C, otherwise by a kill.
+# The points of the program, and the steps, at which the tests end the process. Every third process is ended by Ctrl-C.
+# All other processes are killed.
 MOMENTS = [("creation", 0), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 10)]
 MORE = [
     ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("end of the step", 7), ("after the commit", 13),
@@ -66,7 +73,10 @@ MORE = [
 
 
 def require_same(start, tmp_path, want, moments, **options):
-    """Ends the program at each of `moments` and restarts it; requires the digest `want`, and the log of a whole run."""
+    """Ends the program at each of `moments` and restarts it.
+
+    Requires the digest `want`, and the log of an uninterrupted run.
+    """
     for index, (moment, step) in enumerate(moments):
         ends = -signal.SIGINT if index % 3 == 2 else -signal.SIGKILL
         start(tmp_path / "killed", tmp_path / "killed.log", moment, step, ends=ends, **options)
@@ -78,7 +88,7 @@ def require_same(start, tmp_path, want, moments, **options):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, moments):
-    """The callbacks change options, freeze layers, read gradients, and write weights in every way that is supported."""
+    """With `habits`, callbacks change options, freeze layers, read gradients, and write weights in many ways."""
     require_same(start, tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
 
 
@@ -86,7 +96,10 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, mo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
 def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, start, precision):
-    """The undisturbed run is offloaded, too: torch's AdamW rounds differently on a GPU. Dropout draws on the GPU."""
+    """Compares with an uninterrupted offloaded run, since torch's AdamW rounds differently on a GPU.
+
+    Dropout draws its random numbers on the GPU.
+    """
     options = {"use_cpu": False, **precision}
     want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
     moments = [("after the commit", 2), ("micro-batch", 4), ("checkpoint", 5), ("before the step", 9)]
@@ -97,7 +110,10 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, st
 
 
 def trained(folder, *ends, options=dict, **fixed):
-    """Trains in several starts, of which all but the last end at the steps `ends`; returns the digest and the log."""
+    """Trains in several starts; returns the digest and the log.
+
+    The first starts end at the steps `ends`. The last start completes the training.
+    """
     log = folder / "log"
     for number, end in enumerate((*ends, None)):
         torch.manual_seed(100 + number)
@@ -107,7 +123,7 @@ def trained(folder, *ends, options=dict, **fixed):
 
 @pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
 def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
-    """The training has only the one line that users add, so clipping is torch's."""
+    """The script does not pass `clipping=`, so memascend clips gradients as torch does."""
     options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
     plain = made(tmp_path / "memory", Log(tmp_path / "log"), **options)
     plain.train()
@@ -123,7 +139,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Chained(transformers.Trainer):
-    """A Trainer with its own scheduler, which computes each learning rate from the previous rate."""
+    """A Trainer with its own scheduler. The scheduler computes each learning rate from the previous learning rate."""
 
     def create_scheduler(self, _steps=0, optimizer=None, **_):
         if self.lr_scheduler is None:
@@ -140,7 +156,10 @@ def stopping(output, *callbacks, **options):
 
 
 def scaled(output, *callbacks, **options):
-    """Makes a Trainer that scales losses, as for fp16 on a GPU; the scale is no power of two, so scaling rounds."""
+    """Makes a Trainer that scales losses as for fp16 on a GPU.
+
+    The scale is not a power of two, so scaling rounds.
+    """
     trainer = made(output, *callbacks, **options)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", growth_factor=1.1, growth_interval=2)
     return trainer
@@ -150,7 +169,7 @@ PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
     "eval_steps": 2, "metric_for_best_model": "eval_loss",
 }  # fmt: skip
-# By case: the Trainer's options, and the steps after which its process ends.
+# Maps a case to the options of the Trainer, and to the steps at which the starts of the training end.
 RUNS = {
     # random.gauss() draws numbers in pairs, and keeps the second number for the next call.
     "epochs": (lambda: {"data": Drawn(partial(random.gauss, 0.5, 0.4))}, (3, 7, 10)),
@@ -158,7 +177,7 @@ RUNS = {
     "by length": ({"train_sampling_strategy": "group_by_length"}, (3, 9)),
     "workers": ({"dataloader_num_workers": 1, "collate": masked}, (3, 9)),
     "a stream": ({"data": Stream(), "max_steps": 10}, (3, 8)),
-    # The learning rate falls when the evaluation does not improve.
+    # The scheduler lowers the learning rate when the loss of an evaluation does not improve.
     "a plateau": (PLATEAU, (4, 5, 9)),
     "a chained scheduler": ({"kind": Chained}, (2, 11)),
     "early stopping": ({"make": stopping}, (3, 4)),
@@ -174,7 +193,7 @@ LATER = {"by length", "a random collator", "no evaluation ahead", "generators of
 @pytest.mark.parametrize("name", usual(RUNS, *RUNS.keys() - LATER))
 def test_it_goes_on_with_the_same_bits(tmp_path, name):
     options, ends = RUNS[name]
-    # Each start makes new objects, as each process does.
+    # Each start makes new objects, as a new process would.
     fresh = options if callable(options) else lambda: options
     whole = trained(tmp_path / "whole", **fresh())
     assert trained(tmp_path / "ended", *ends, options=fresh) == whole
@@ -188,7 +207,7 @@ def streamed(*given, **options):
 
 
 def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
-    """Each start loads a float32 model from bfloat16 files; a later start may do so inside loading()."""
+    """Each start loads a float32 model from bfloat16 files. A later start may load the model inside loading()."""
     folder = tmp_path / "model"
     model().bfloat16().save_pretrained(folder)
     load = partial(transformers.Qwen2ForCausalLM.from_pretrained, folder, dtype=torch.float32)
@@ -209,7 +228,10 @@ ARGUMENTS = {
 }  # fmt: skip
 CHANGES = {
     "arguments": (ARGUMENTS, "; ".join(rf"{name} \S+ -> {value}" for name, value in ARGUMENTS.items())),
-    "epochs": ({"num_train_epochs": 3}, "num_train_epochs 2 -> 3; nothing was changed: only a constant schedule"),
+    "epochs": (
+        {"num_train_epochs": 3},
+        "num_train_epochs 2 -> 3. Nothing was changed: only a training with a constant schedule",
+    ),
     "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
     "the last row": ({"data": [*rows()[:-1], rows()[0]]}, "data 50 rows .* -> 50 rows"),
     "the last batch, a loss, and dropout": (
@@ -238,7 +260,7 @@ def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_firs
         found = trained_program.padded(batch)
         return {**found, "input_ids": found["input_ids"] + random.SystemRandom().randrange(1, 1 << 20)}
 
-    with pytest.raises(ConfigError, match=r"first batch, made twice.*differs.*draws from something"):
+    with pytest.raises(ConfigError, match=r"first batch was made twice.*differ.*source of randomness"):
         trained(tmp_path, collate=drawn)
     with look(tmp_path / "store") as store:
         assert store.step == 0
@@ -246,7 +268,7 @@ def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_firs
 
 def test_workers_that_keep_random_numbers_from_epoch_to_epoch_are_rejected_at_the_start(tmp_path):
     persistent = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 2}
-    with pytest.raises(ConfigError, match="dataloader_persistent_workers=True keeps random numbers"):
+    with pytest.raises(ConfigError, match="dataloader_persistent_workers=True, workers keep random states"):
         trained(tmp_path / "drawn", data=Drawn(lambda: torch.rand(()).item()), **persistent)
     assert trained(tmp_path / "plain", **persistent)
 
@@ -257,7 +279,9 @@ def test_a_stream_that_became_shorter_says_so(tmp_path):
             return iter(rows(12))
 
     started(tmp_path, end=3, data=Stream(), max_steps=10)
-    with pytest.raises(ConfigError, match=r"data ends after 6 batches of this epoch, and the run had fetched 13"):
+    with pytest.raises(
+        ConfigError, match=r"data ends after 6 batches of this epoch, but the run had already fetched 13"
+    ):
         trained(tmp_path, data=Short(), max_steps=10)
 
 
@@ -283,15 +307,15 @@ def test_a_training_is_one(tmp_path):
     trainer = made(tmp_path / "out", **options)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
         trainer.train()
-        with pytest.raises(UsageError, match=r"train\(\) was called again"):
+        with pytest.raises(UsageError, match=r"train\(\) was called twice"):
             trainer.train()
-        with pytest.raises(UsageError, match="a process with a storage="):
+        with pytest.raises(UsageError, match="one process per trial, each with a different storage="):
             trainer.hyperparameter_search()
     again = made(tmp_path / "out", **options)
     with memascend.trainer.offload(again, storage=tmp_path / "store"):
         with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
             again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
-        # Now the store is ahead of the newest checkpoint.
+        # Without checkpoint-2, the store is one step ahead of the newest checkpoint.
         shutil.rmtree(tmp_path / "out/checkpoint-2")
         again.train(resume_from_checkpoint=True)
         assert again.state.global_step == 2
@@ -323,7 +347,7 @@ def test_a_store_of_a_loop_has_no_position(tmp_path):
     with optimizer:
         own(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
         optimizer.step()
-    with pytest.raises(ConfigError, match="1 steps that no Trainer made"):
+    with pytest.raises(ConfigError, match="1 steps that were trained without"):
         memascend.trainer.offload(made(tmp_path / "out"), storage=tmp_path / "store")
 
 

@@ -1,4 +1,4 @@
-"""Tests checkpoints of transformers' models: hub names, starts on meta, MXFP4 and FP8 as transformers dequantises."""
+"""Tests checkpoints of transformers' models: names of the hub, models on meta, and quantized files in MXFP4 and FP8."""
 
 import json
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def trained(model, optimizer, steps=2):
-    torch.manual_seed(4)  # for dropout
+    torch.manual_seed(4)  # dropout draws random numbers
     return train(model, optimizer, range(steps), lambda model, _: model(input_ids=TOKENS, labels=TOKENS).loss)
 
 
@@ -63,7 +63,7 @@ def logits(model):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
-    """The model starts on meta, from files with the hub's names; as for large models, there are several files."""
+    """The model starts on meta and reads its weights from several files with the hub's names, as large models do."""
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
     torch.manual_seed(3)
@@ -141,7 +141,8 @@ def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, mon
 
 
 def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_path):
-    # Flan-T5's config ties the head and its files do not; from_pretrained() follows the files.
+    # Flan-T5's config ties the head to the embedding, but its files have different values for the head.
+    # from_pretrained() loads the values of the files.
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     torch.manual_seed(0)
     real = transformers.T5ForConditionalGeneration(config)
@@ -179,7 +180,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def mxfp4(name, tensor):
-    """Quantizes a tensor to MXFP4; two of the scales are the least and the greatest exponent."""
+    """Quantizes a tensor to MXFP4. Two of its scales are the smallest and the largest exponent of the format."""
     stored = in_mxfp4(name, tensor, (100, 130))
     for part, scales in stored.items():
         if part.endswith("_scales"):
@@ -212,7 +213,7 @@ CASES = {
     "MXFP4": (transformers.GptOssConfig(**SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}), mxfp4, MXFP4),
     "FP8": (transformers.Qwen3Config(**SIZES), fp8(wide_scales), FP8),
     "FP8, scales that are exponents": (transformers.Qwen3Config(**SIZES), fp8(exponents), FP8),
-    # Mistral's files have one scale for a matrix, and scales of activations for its kernels.
+    # Mistral's files have one scale for each matrix. They also have a scale for the activations of each projection.
     "FP8, a scale for a matrix": (
         transformers.MistralConfig(**SIZES),
         lambda name, tensor: {
@@ -221,14 +222,14 @@ CASES = {
         },
         {**FP8, "activation_scheme": "static", "weight_block_size": None},
     ),
-    # The hub's files have a matrix for each expert.
+    # The hub's files have separate matrices for each expert.
     "FP8, a mixture of experts": (transformers.Qwen3MoeConfig(**SIZES | EXPERTS), fp8(wide_scales), FP8),
 }  # fmt: skip
 
 
 @pytest.fixture
 def quantized(tmp_path):
-    """Returns a function that writes a case's checkpoint and returns its folder."""
+    """Returns `made`, which writes the checkpoint of a case and returns the checkpoint's folder."""
 
     def made(case):
         config, stored, method = CASES[case]
@@ -250,7 +251,7 @@ def by_transformers(folder, dtype):
 
 
 def streamed(model, storage, **options):
-    """Offloads a model that computes on the CPU, with an optimizer without state."""
+    """Offloads a model that computes on the CPU. The optimizer is SGD without momentum, which has no state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return memascend.offload(model, optimizer, storage=storage, device="cpu", **options)
 
@@ -264,7 +265,7 @@ def same_values(one, other):
 @pytest.mark.parametrize("case", CASES)
 def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path, quantized, case, dtype):
     folder = quantized(case)
-    # transformers keeps the files' dtype for tensors of an FP8 checkpoint that are not quantized.
+    # Some tensors of an FP8 checkpoint are not quantized. transformers loads these tensors in the dtype of the files.
     wanted = {name: values.to(dtype, copy=True) for name, values in by_transformers(folder, dtype).state_dict().items()}
     with memascend.trainer.loading():
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -273,13 +274,13 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
     with optimizer:
         same_values(model.state_dict(), wanted)
         optimizer.save(tmp_path / "saved")
-    # save() writes the checkpoint of a model without quantization.
+    # save() writes weights without quantization, so the saved config has no `quantization_config`.
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     same_values(again.state_dict(), wanted)
     if dtype != torch.bfloat16:
         return
-    # The same values are read without loading(), for a model that other code made on meta.
+    # Without loading(), offload() reads the same values into a model that other code made on meta.
     with torch.device("meta"):
         bare = transformers.AutoModelForCausalLM.from_config(CASES[case][0], dtype=dtype)
     bare, optimizer = streamed(bare, tmp_path / "b.store", weights=folder)
@@ -288,9 +289,9 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
 
 
 def test_blocks_that_end_in_the_midst_are_those_of_the_config(tmp_path, monkeypatch):
-    """DeepSeek has matrices of 576 rows, whose last blocks are cut off; transformers cannot dequantise them.
+    """Tests a matrix whose last block of 128 rows is incomplete. DeepSeek has such matrices, with 576 rows.
 
-    The test reads a matrix in several parts.
+    transformers cannot dequantise such a matrix. The test reads the matrix in several parts.
     """
     monkeypatch.setattr("memascend.checkpoint.quantized._PART", 320 * 50)
     codes = torch.randn(192, 320).to(torch.float8_e4m3fn)
@@ -307,7 +308,7 @@ def test_other_quantisations_are_refused_with_what_to_download(tmp_path, quantiz
     described = json.loads((folder / "config.json").read_text())
     described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
     (folder / "config.json").write_text(json.dumps(described))
-    says = rf"is quantized \(.*{method}.*\).*download the model without quantization \(.*Qwen3-8B\)"
+    says = rf"is quantized \(.*{method}.*\).*Download the model without quantization \(.*Qwen3-8B\)"
     with pytest.raises(memascend.ConfigError, match=says), memascend.trainer.loading():
         transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.device("meta"):
@@ -320,7 +321,7 @@ def test_other_quantisations_are_refused_with_what_to_download(tmp_path, quantiz
 def test_a_model_is_not_quantized_while_it_is_loaded(tmp_path):
     transformers.AutoModelForCausalLM.from_config(CASES["FP8"][0]).save_pretrained(tmp_path)
     how = transformers.BitsAndBytesConfig(load_in_4bit=True)
-    with pytest.raises(memascend.ConfigError, match="leave it out"), memascend.trainer.loading():
+    with pytest.raises(memascend.ConfigError, match="Remove quantization_config="), memascend.trainer.loading():
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
 
 
@@ -339,7 +340,7 @@ def test_the_config_may_be_elsewhere_and_nested(tmp_path, quantized):
     with optimizer:
         same_values(model.state_dict(), wanted)
     assert all(same_bits(nested.at(name), values) for name, values in wanted.items())
-    with pytest.raises(memascend.ConfigError, match=r"_scale_inv, and no config\.json there says"):
+    with pytest.raises(memascend.ConfigError, match=r"_scale_inv\), but no config\.json there"):
         WeightFiles(folder)
 
 

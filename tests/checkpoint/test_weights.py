@@ -1,4 +1,4 @@
-"""Tests models that begin on meta: weights from files, initialisation, rebuilt buffers, errors."""
+"""Tests models that are made on meta: weights from files, initialisation, rebuilt buffers, and errors."""
 
 import errno
 import json
@@ -119,8 +119,8 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
     model = bodiless()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
-    # The case "function" keeps records in RAM. Placeholders share a tensor: when a step writes to one placeholder, this
-    # must not count as a write to another placeholder.
+    # The case "function" keeps records in RAM. Placeholders share a tensor, so a write to one placeholder during a step
+    # must not be detected as a write to the other placeholders.
     budget = "64MiB" if how == "function" else None
     model, offloaded = memascend.offload(
         model, optimizer, storage=tmp_path / "run", weights=weights, host_memory=budget
@@ -132,7 +132,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert model.head.weight is model.base.embed.weight
         assert trained(model, offloaded) == losses
         assert same_states(state(model), after)
-    # A resume needs no weights=.
+    # A resume reads the weights from the store, so it needs no `weights=`.
     model, offloaded = begun(tmp_path / "run", bodiless(), existing="resume")
     with offloaded:
         assert offloaded.steps == 3
@@ -225,34 +225,34 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     part = folder / "model-00002-of-00003.safetensors"
     whole = part.read_bytes()
     part.write_bytes(whole[:-8])
-    refused(CorruptionError, "no whole safetensors file")
+    refused(CorruptionError, "not a complete safetensors file")
     part.unlink()
-    refused(ConfigError, "misses files that its index names: model-00002")
+    refused(ConfigError, "files that the index names are missing in .*: model-00002")
     part.write_bytes(whole)
     index.write_text(text.replace("model-00001", "../model-00001"))
-    refused(CorruptionError, "something else than files beside it")
+    refused(CorruptionError, "names files in another folder")
     index.write_text(text[:-5])
     refused(CorruptionError, "not an index")
     index.unlink()
-    refused(ConfigError, r"3 safetensors files and no model.safetensors.index.json")
-    refused(ConfigError, "not there", tmp_path / "nowhere")
+    refused(ConfigError, r"3 safetensors files, but no model.safetensors.index.json")
+    refused(ConfigError, "does not exist", tmp_path / "nowhere")
     (tmp_path / "pipes").mkdir()
     # An open() of a pipe would block until another process opens it for writing.
     os.mkfifo(tmp_path / "pipes" / "model-1.safetensors")
-    refused(ConfigError, "no regular file", tmp_path / "pipes")
+    refused(ConfigError, "not a regular file", tmp_path / "pipes")
     refused(ConfigError, "neither a file nor a folder", tmp_path / "pipes" / "model-1.safetensors")
     os.mkfifo(tmp_path / "pipes" / "other.safetensors.index.json")
-    refused(ConfigError, "no regular file", tmp_path / "pipes")
+    refused(ConfigError, "not a regular file", tmp_path / "pipes")
     (tmp_path / "empty").mkdir()
     torch.save({}, tmp_path / "empty" / "pytorch_model.bin")
-    refused(ConfigError, "pickled files are not read", tmp_path / "empty")
+    refused(ConfigError, "has pickled files", tmp_path / "empty")
     (tmp_path / "distributed").mkdir()
     (tmp_path / "distributed" / "__0_0.distcp").touch()
-    refused(ConfigError, "own are not read.*dcp_to_torch_save.*save_file", tmp_path / "distributed")
+    refused(ConfigError, "does not read.*dcp_to_torch_save.*save_file", tmp_path / "distributed")
     for rank in (1, 2):
         file = tmp_path / "distributed" / f"shard-0000{rank}-model-00001-of-00001.safetensors"
         save_file({"embed.weight": torch.zeros(20, 16, dtype=DTYPE)}, file)
-    refused(ConfigError, "parts that ranks wrote.*HuggingFaceStorageReader", tmp_path / "distributed")
+    refused(ConfigError, "written by several ranks.*HuggingFaceStorageReader", tmp_path / "distributed")
     refused(ConfigError, r"embed.weight is bfloat16 of shape \[20, 16\]", file)
 
 
@@ -352,10 +352,10 @@ def test_what_is_real_keeps_its_values_and_hooks_and_attributes_stay(tmp_path):
 
 def test_refusals(tmp_path):
     model = real()
-    with pytest.raises(ConfigError, match="none there"):
+    with pytest.raises(ConfigError, match="no parameters on meta"):
         begun(tmp_path / "run", model, weights=tmp_path)
     model = bodiless()
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="only one of the two"):
         begun(tmp_path / "run", model, weights=tmp_path, checkpoint=tmp_path)
     with pytest.raises(ConfigError, match="not 5"):
         begun(tmp_path / "run", model, weights=5)

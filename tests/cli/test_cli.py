@@ -1,4 +1,4 @@
-"""Tests the command line: output and exit status; `doctor` on storage; `train` without TRL."""
+"""Tests the command line: its output and exit status, `doctor --storage`, and `train` without TRL."""
 
 import argparse
 import errno
@@ -114,7 +114,7 @@ for words in ([], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store"
 
 
 def test_errors_of_the_store_have_the_words_of_train(capsys):
-    """`train` prints its own option wherever an error of the store names an argument of offload()."""
+    """If an error of the store names an argument of offload(), `train` prints the name of its own option instead."""
     found = 0
     for path in sorted((ROOT / "rust/store/src").glob("*.rs")):
         code = re.sub(r"\\\n\s*", "", path.read_text().partition("#[cfg(test)]")[0]).replace('\\"', '"')
@@ -313,7 +313,7 @@ def test_an_option_of_an_earlier_version_names_its_successor(capsys, words, succ
     assert caught.value.code == 2
     usage, line = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: memascend train [sft|dpo|reward|kto] --model")
-    assert line.startswith(f"memascend train: error: {words[0].partition('=')[0]} is gone: give ")
+    assert line.startswith(f"memascend train: error: {words[0].partition('=')[0]} no longer exists: use ")
     assert successor in line
 
 
@@ -352,7 +352,7 @@ def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
         ["out.*", "1"],
     ]
     assert state == "state of each: exp_avg (float32)"
-    # Tensors that differ in shape, number of updates or state get rows of their own.
+    # Tensors whose shape, number of updates or state differs get separate rows.
     others = [record("a.1"), record("a.2", (3,)), record("a.3", step=5), record("a.4", state="momentum")]
     head, _, *rows = _groups(others).splitlines()
     assert head.endswith("state")
@@ -361,7 +361,10 @@ def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
 
 
 def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
-    """`require_model` rejects a mistyped folder without a request to the hub; an unreachable hub has its own error."""
+    """`require_model` rejects a mistyped folder without a request to the hub.
+
+    If the hub cannot be reached, the error says so.
+    """
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.chdir(tmp_path)
     for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
@@ -381,8 +384,8 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
         ("small/mode", r"--model small/mode does not exist: did you mean small/model\? \(.*hf download small/mode"),
         ("models/qwen-0.6b", "did you mean models/qwen-0.5b"),
         ("./models/qwen", "--model ./models/qwen does not exist"),
-        ("./nothing", "--model ./nothing does not exist$"),
-        ("a/b/c", "--model a/b/c does not exist$"),
+        ("./nothing", "--model ./nothing does not exist: give the folder"),
+        ("a/b/c", "--model a/b/c does not exist: give the folder"),
         ("small", "--model small has no config.json"),
         ("small/model/config.json", "is a file"),
     ):
@@ -392,7 +395,7 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
     with pytest.raises(MemascendError, match=r"not in the cache of the hub, and huggingface.co cannot be reached"):
         require_model("owner/another-name")
     assert looked == ["huggingface.co"]
-    # A name that only resembles a folder's is still looked up on the hub.
+    # A name that only resembles the name of a folder is still looked up on the hub.
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner/model-7b").mkdir()
     (tmp_path / "owner/model-7b/config.json").write_text("{}")

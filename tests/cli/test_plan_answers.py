@@ -1,4 +1,4 @@
-"""Tests the answers of `memascend plan` for a machine: torch's memory, seconds of a step, the batch that fits."""
+"""Tests what `memascend plan` predicts: torch's memory, the seconds of a step, and the largest batch that fits."""
 
 import contextlib
 import json
@@ -26,11 +26,12 @@ def traced(config, sequences=1, length=128, loss="full", **options):
 
 
 def products(tokens, length):
-    """Returns the operations of one forward's matrix products, and of its attention without the causal half."""
+    """Returns two numbers of operations in a forward: of products with weights, and of attention with a causal mask."""
     kv = HIDDEN // 2
     block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * WIDE
     weights = 2 * tokens * (LAYERS * block + VOCABULARY * HIDDEN)
-    # Attention has two products in each head: queries by keys, and attention weights by values.
+    # In each head, attention has two products: queries by keys, and attention weights by values. The causal mask halves
+    # the operations.
     return weights, LAYERS * 2 * (2 * tokens * length * HIDDEN) // 2
 
 
@@ -38,16 +39,17 @@ def products(tokens, length):
 def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     found = traced(config, 2, 128, recomputes=recomputes)
     weights, attention = products(256, 128)
-    # The recomputation skips each block's last product, whose result autograd does not save, and the LM head.
+    # The recomputation skips the LM head. It also skips the last product of each block, because autograd does not save
+    # the result of this product.
     last = 2 * 256 * HIDDEN * (VOCABULARY + LAYERS * WIDE)
-    # The rotary position table is one more product, of a few thousand operations.
+    # The trace also counts the product that makes the table of rotary positions: a few thousand operations.
     assert found.forward == pytest.approx(weights + attention, rel=0.01)
     again = weights - last + attention if recomputes else 0
     assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
 
 
 def test_torchs_memory_is_what_a_run_allocates(config):
-    """The profiler counts bytes that are allocated after its start, so neither count includes parameters."""
+    """The profiler counts bytes that are allocated after its start. Both the profiler and the trace omit parameters."""
     import transformers
 
     for recomputes in (False, True):
@@ -69,7 +71,8 @@ def test_torchs_memory_is_what_a_run_allocates(config):
 
 def test_logits_and_activations_are_told_apart(config):
     held = traced(config, 1, 256).held
-    # Log-probabilities and gradients are in fp32, and at least two tensors of this size live at once.
+    # Log-probabilities and the gradients of logits are in fp32. At least two tensors of this size are in memory at
+    # once.
     assert held["logits and their gradients"] >= 2 * 4 * 256 * VOCABULARY
     assert held["activations"] < held["logits and their gradients"]
 
@@ -83,7 +86,7 @@ def test_a_step_is_its_longest_parts(capsys, config):
     assert step["tokens_per_second"] == pytest.approx(256 / step["seconds_per_step"])
     assert found["disk_seconds_per_step"] == pytest.approx(step["seconds_per_step"])
     assert found["device_bytes"] == plan["device_peak"] + found["torch"]["peak_bytes"]
-    # On a card of 0.001 TFLOPS, compute bounds the step: its operations run at half of the card's speed.
+    # On a card of 0.001 TFLOPS, compute bounds the step. `plan` assumes that a step reaches half of the card's speed.
     slow = told(capsys, config, "--drive", "5,4", "--gpu", "0.001,24,25", "--tokens", 256)["step"]
     assert slow["bound"] == "compute"
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
@@ -93,25 +96,25 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds both steps. By layer, four micro-batches move the bytes of one; one after the other, they move
-    # more, and updates wait for the summed gradients.
+    # The disk bounds these steps. By layer, four micro-batches move as many bytes as one micro-batch. One after the
+    # other, four micro-batches move more bytes, and updates wait until the gradients are summed.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
     assert (four["step"]["updates"], turns["updates"]) == ("fused", "next forward")
     assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
-    # One after the other, each further micro-batch reads values and gradient sums and writes the sums: 2 bytes each
-    # for every streamed element.
+    # One after the other, each further micro-batch reads values, reads gradient sums, and writes gradient sums. Each of
+    # these three transfers moves 2 bytes for every streamed element.
     clipped = (*MACHINE, "--tokens", 256, "--max-grad-norm", 1, "--one-after-the-other")
     moved = [told(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
     sums = moved[0]["plan"]["written_bytes"]["gradients"]
     assert moved[1]["written_bytes_per_step"] - moved[0]["written_bytes_per_step"] == 3 * sums
     assert moved[1]["read_bytes_per_step"] - moved[0]["read_bytes_per_step"] >= 3 * 2 * sums
-    # Each micro-batch keeps the inputs of all blocks; `one` counts those of the first micro-batch.
+    # By layer, each micro-batch keeps the inputs of all blocks. `one` already counts the inputs of one micro-batch.
     kept = traced(config, 1, 256, "chunked").kept
     assert kept >= LAYERS * 256 * HIDDEN * 2
     assert four["device_bytes"] == one["device_bytes"] + 3 * kept
-    # If compute bounds the step, micro-batches by layer and one after the other take the same time.
+    # If compute bounds the step, micro-batches by layer take as long as micro-batches one after the other.
     slow = told(
         capsys, config, "--drive", "500,400", "--gpu", "0.001,24,25", "--tokens", 256, "--accumulation-steps", 4
     )
@@ -131,7 +134,7 @@ def test_clipped_updates_wait_for_the_next_step(capsys):
     assert took.keys() == {"next forward", "next backward", "early"}
     assert plain["step"]["seconds_per_step"] <= took["early"] < took["next backward"] < took["next forward"]
     assert step["seconds_per_step"] == took["next backward"]
-    # The table and the disk's seconds count the bytes of updates in the next backward.
+    # `read_bytes` and `disk_seconds_per_step` count the bytes of updates that run in the next backward.
     read = sum(plan["read_bytes"].values())
     assert "last step's update, forward" in plan["read_bytes"]
     stored = clipped["read_bytes_per_step"] - read
@@ -157,7 +160,8 @@ def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
     assert ways(*clip) == deferred | {"early"}
     assert ways(*clip, "--optimizer", "SGD") == deferred | {"early"}
     assert ways(*clip, "--gradients", "ssd") == ways(*clip, "--ranks", 2) == deferred
-    # RMSprop runs torch's code, not the engine's, and "ram" keeps all gradients in memory: `step()` updates at once.
+    # RMSprop is updated by torch's code instead of the engine, and gradients="ram" keeps all gradients in memory. In
+    # both cases, `step()` makes the updates at once.
     assert ways(*clip, "--optimizer", "RMSprop") == ways(*clip, "--gradients", "ram") == {"at once"}
 
 
@@ -181,7 +185,8 @@ def test_the_drives_life(capsys, config):
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
     assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
     assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
-    # The table's first row is the drive's life: in days if the seconds of a step are known, else in steps.
+    # The first row of the table is the life of the drive. The unit is days if `plan` knows the seconds of a step, and
+    # otherwise steps.
     rows = shown(capsys, config, *MACHINE, "--length", 128).partition("what   ")[2].splitlines()
     assert re.match(r"the drive lasts +[\d,.]+ days  +.*until 600 TB are written", rows[2])
     assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
@@ -223,7 +228,7 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
 
 
 @pytest.mark.parametrize(
-    ("option", "says"), [("--ranks", "a whole number from 1"), ("--network", "give a number above 0")]
+    ("option", "says"), [("--ranks", "a whole number of at least 1"), ("--network", "give a number of GB/s above 0")]
 )
 def test_an_argument_that_is_no_number_is_told_what_one_is(capsys, config, option, says):
     with pytest.raises(SystemExit):
@@ -238,7 +243,7 @@ def test_gaps_of_the_heap_are_a_row_where_the_host_computes(config, capsys):
 
 
 def test_the_table_answers_in_words(capsys, config):
-    # 26 MiB is little more than the smallest budget: no record is kept in RAM, and a step waits for the disk.
+    # 26 MiB is only a little more than the smallest budget, so no record is kept in RAM, and a step waits for the disk.
     out = shown(capsys, config, *MACHINE, "--host-memory", "26MiB", "--tokens", "256")
     for words in (
         "memascend.offload(model, optimizer, storage=", 'host_memory="26MiB"', "ion_checkpointing_enable()",
@@ -257,11 +262,11 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     for words in ("4091", "165,24", "165,24,-1", "nan,1,1"):
         with pytest.raises(ConfigError, match=r"one of .*, 3080, 3080ti, 3090,"):
             parse_gpu(words)
-    # The error for a near miss proposes names.
+    # For a mistyped name, the error proposes similar names.
     for words, near in (("4091", "4090"), ("rtx 5091", "5090"), ("h1000", "h100")):
         with pytest.raises(ConfigError, match=f"did you mean .*{near}.* one of"):
             parse_gpu(words)
-    with pytest.raises(ConfigError, match="that plan knows: it is one of"):
+    with pytest.raises(ConfigError, match="that memascend knows: pass one of"):
         parse_gpu("voodoo 2")
     assert "READ,WRITE" in shown(capsys, config, "--drive", "5", status=1)
     assert "--gpu" in shown(capsys, config, "--fit", status=1)
@@ -282,7 +287,7 @@ def test_what_cannot_be_traced_is_said(capsys, config):
 def test_kinds_of_drives_have_names(capsys, config):
     named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
     assert named["step"] == said["step"]
-    assert "--drive must be gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
+    assert "pass one of gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
 
 
 # --- the short answer, without --verbose ------------------------------------------------
@@ -291,7 +296,7 @@ EIGHT = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory", "48GiB"
 
 
 def five(capsys, *words, status=0):
-    """Returns the lines of the short answer, by their titles."""
+    """Returns the lines of the short answer: a dict from the title of a line to its text."""
     assert main(["plan", *map(str, words)]) == status
     return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
 
@@ -315,13 +320,13 @@ def test_a_few_lines_decide(capsys):
     assert found["run"]["written"] == 625 * found["written_bytes_per_step"]
     assert found["run"]["seconds"] == pytest.approx(625 * found["step"]["seconds_per_step"])
     assert lines[larger].startswith("--tokens 32768 --accumulation-steps 4 --one-after-the-other: 79 steps, ")
-    # `words` repeats options of `asked`: the last value of an option counts.
+    # `words` repeats options of `asked`. If an option is given twice, the command uses the last value.
     words, cost = lines[larger].split(": ", 1)
     there = five(capsys, *asked, *words.split())
     assert there[title] == "fits"
     assert there[run] == cost
     assert "in 4 micro-batches one after the other, " in there[step]
-    assert there[trainer].endswith('host_memory="48GiB"), with activations="ssd" where it goes by layer (SFT, Reward)')
+    assert there[trainer].endswith('"48GiB"), with activations="ssd" if the Trainer computes by layer (SFT, Reward)')
     assert lines[trainer].startswith(
         "per_device_train_batch_size=2, gradient_accumulation_steps=8, max_grad_norm=1.0, gradient_checkpointing=True, "
         'model_init_kwargs={"dtype": "auto"}, bf16=False; '
@@ -363,7 +368,7 @@ def test_by_layer_is_proposed_where_it_is_much_faster(capsys):
 
 
 def test_nothing_is_proposed_to_several_ranks(capsys):
-    # Several ranks compute micro-batches one after the other, which moves more bytes.
+    # Several ranks compute micro-batches one after the other, so a step with more micro-batches moves more bytes.
     assert told(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
 
 
@@ -371,13 +376,15 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
     ("words", "option"),
     [
         ("llama-8b --gpu 3060 --host-memory 48GiB --tokens 32768 --length 2048", "--tokens 8192"),
-        # Only files have room for the checkpoints of many micro-batches; the next case needs smaller ones, too.
+        # Only files have room for the checkpointed activations of 64 micro-batches. The next case also needs smaller
+        # micro-batches.
         ("llama-8b --gpu 4090 --host-memory 48GiB --tokens 4096 --accumulation-steps 64", "--activations ssd"),
         (
             "llama-8b --gpu 4090 --host-memory 48GiB --tokens 65536 --length 2048 --accumulation-steps 64",
             "--tokens 32768 --activations ssd",
         ),
-        # Without checkpoints `--activations ssd` moves no bytes, so fewer micro-batches are proposed.
+        # With `--keep-activations`, activations are not checkpointed, so `--activations ssd` would move 0 bytes. `plan`
+        # proposes fewer micro-batches instead.
         pytest.param(
             "qwen-1.5b --gpu 3060 --tokens 2048 --keep-activations --accumulation-steps 8",
             "--accumulation-steps 1",
@@ -392,7 +399,7 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option
     assert lines[title].startswith("does not fit: the RTX ")
     assert lines["what fits"].startswith(f"{option}: ")
     assert not any(line.startswith("write") for line in lines)
-    # `option` repeats options of `words`: the last value of an option counts.
+    # `option` repeats options of `words`. If an option is given twice, the command uses the last value.
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 
 
@@ -408,7 +415,8 @@ def test_where_nothing_fits_that_is_said(capsys):
 
 
 def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
-    # The smallest budget has no room for the chunks of activations in files.
+    # With the smallest budget, `plan` cannot propose to store activations in files: the budget has no room for their
+    # chunks.
     smallest = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048, "--accumulation-steps", 8)
     with contextlib.suppress(SystemExit):
         main(["plan", *map(str, smallest), "--host-memory", "1MiB"])
@@ -419,10 +427,10 @@ def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--tokens 3000", "is no multiple of the 2048 tokens of a sequence: pass --tokens 2048"),
-        ("--tokens 1024 --length 4096", "--tokens 1024 is no multiple of the 4096 tokens"),
-        ("--length 8192 --tokens 8192", "more than the 4096 tokens that the model takes"),
-        ("--keep-activations --activations ssd", "leave one out"),
+        ("--tokens 3000", "is not a multiple of 2048, the tokens of a sequence: pass --tokens 2048"),
+        ("--tokens 1024 --length 4096", "--tokens 1024 is not a multiple of 4096, the tokens"),
+        ("--length 8192 --tokens 8192", "more than the model's maximum of 4096 tokens"),
+        ("--keep-activations --activations ssd", "leave one of the two options out"),
         ("--gpu 1,1e300,25", "TFLOPS,GB,PCIE_GB_S"),
     ],
 )

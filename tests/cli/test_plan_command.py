@@ -86,7 +86,8 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
             assert json.loads(json.dumps(optimizer.plan.to_dict())) == plan
             held = optimizer.report().to_dict()["host"]["peak"]
             assert held <= plan["host_peak"]
-            # Timing decides how many gradients are queued at once beside the largest one.
+            # `spare` is memory for gradients that wait in the queue together with the largest gradient. How many
+            # gradients wait depends on timing, so the run may use less than this memory.
             spare = plan["host"]["gradients"] - plans[smallest]["host"]["gradients"]
             assert held >= 0.94 * plan["host_peak"] - spare
             if budget == smallest:
@@ -107,7 +108,8 @@ def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
     assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
     half = told(capsys, config, "--dtype", "bf16", *default)
     assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]
-    # An element has a value and a gradient of 2 bytes, and a master weight and two moments of 4 bytes.
+    # For each element, the value and the gradient have 2 bytes each. The master weight and the two moments have 4 bytes
+    # each.
     assert half["in_memory_bytes"] == 16 * half["model"]["parameters"]
     plainest = told(capsys, config, "--optimizer", "sgd")
     assert plainest["plan"]["disk_bytes"] < plain["plan"]["disk_bytes"]
@@ -149,7 +151,7 @@ def test_less_ram_than_this_processor_needs_is_a_named_problem(capsys, tmp_path,
         assert (found["fits"], found["host_free_bytes"]) == (not status, free)
         assert told(capsys, config, "--gpu", "4090")["fits"]
     assert main(["plan", str(config), "--device", "cpu"]) == 1
-    assert "of RAM free, and" in capsys.readouterr().out
+    assert "of free RAM, but the run needs" in capsys.readouterr().out
 
 
 def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
@@ -158,7 +160,7 @@ def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_, free=free: free)
-        assert ("not enough" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
+        assert ("free another" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
         assert told(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
 
 
@@ -170,7 +172,8 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
     path = written(tmp_path, "T5")
     tied = parameters_of(path)
     head = 2048 * 128
-    # Flan-T5's config unties the head by this entry. `from_pretrained` obeys it; `from_config` ties the head anyway.
+    # Flan-T5's config unties the head by this entry. `from_pretrained` follows the entry, but `from_config` ties the
+    # head anyway.
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "tie_word_embeddings": False}))
     assert parameters_of(path) == tied + head
@@ -183,7 +186,8 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
     said = re.search(
         r"--host-memory (\S+) is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
     )
-    # The error prints both sizes in binary units, with enough digits that they differ. The printed smallest size works.
+    # The error prints the given budget and the smallest budget with enough digits that the two texts differ. The
+    # printed smallest budget works as an option.
     assert said[1] != said[2]
     assert smallest <= parse_bytes(said[2]) < 1.01 * smallest
     assert told(capsys, config, "--host-memory", said[2])["plan"]["host_peak"] <= parse_bytes(said[2])
@@ -195,17 +199,17 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
         return shown(capsys, *words, status=1)
 
     assert "does not exist" in refused(tmp_path / "nothing.json")
-    assert "is no config of a model" in refused(tmp_path)
+    assert "is not a model's config" in refused(tmp_path)
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    assert "is no config of a model" in refused(tmp_path / "model.safetensors")
+    assert "is not a model's config" in refused(tmp_path / "model.safetensors")
     config = tmp_path / "config.json"
     config.write_text("no")
-    assert "is no JSON" in refused(config)
+    assert "is not valid JSON" in refused(config)
     config.write_text("{}")
     assert "no model_type" in refused(config)
     for depth in ("num_hidden_layers", "n_layer", "encoder_layers"):
         config.write_text(json.dumps({"model_type": "llama", "text_config": {depth: 10**9}}))
-        assert f"says {depth} = 1000000000, and a model of more than 10000 layers is not made" in refused(config)
+        assert f"says {depth} = 1000000000, but memascend plans models of at most 10000 layers" in refused(config)
     config.write_text('{"model_type": "no such"}')
     assert "no such" in refused(config)
     written(tmp_path, "Qwen2")
@@ -218,7 +222,10 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
 
 
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
-    """Host memory does not grow with the model's depth; a device budget is kept, or an error names one that works."""
+    """Host memory does not grow with the depth of the model. Device memory stays within the budget.
+
+    If the device budget is too small, the error names a budget that works.
+    """
     path = written(tmp_path, "Qwen2")
     deep = {**json.loads(path.read_text()), "num_hidden_layers": 24}
     (tmp_path / "deep.json").write_text(json.dumps(deep))

@@ -23,8 +23,8 @@ from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
-# The numbers of parameters in the model cards: tied weights count once, and only the language model of a multimodal
-# model counts.
+# The number of parameters in each model card. Tied weights count once. Of a multimodal model, only the language model
+# counts.
 PARAMETERS = {
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
@@ -99,8 +99,8 @@ words = ["plan", "llama-8b", "--gpu", "4090", "--drive", "5,4", "--host-memory",
 for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--activations", "ssd"]):
     assert main([*words, *more]) == 0
 """)
-    assert "lama-8b does not exist, and plan knows no model of this name: did you mean llama-8b" in out
-    assert "bert-base does not exist, and plan knows no model of this name: it knows llama-1b, llama-3b" in out
+    assert "lama-8b does not exist, and is not the name of a built-in model: did you mean llama-8b" in out
+    assert "bert-base does not exist, and is not the name of a built-in model: the built-in names are llama-1b" in out
     assert "llama-8b: 8,030,261,248 parameters, described by the shape of llama-8b" in out
     assert re.search(r"a step +28\.\d s +mostly disk", out)
 
@@ -133,8 +133,8 @@ def test_a_name_has_its_own_longest_sequence(name, longest):
     assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
-# Names near the name of a known shape: of a model with a different vocabulary, of a different size, of a quantised
-# model, and of a model whose shape plan lacks.
+# Names that resemble the name of a known shape. They name a model with a different vocabulary, a model of a different
+# size, a quantised model, and a model whose shape `plan` does not know.
 @pytest.mark.parametrize(
     ("name", "near"),
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
@@ -162,12 +162,12 @@ def test_shapes_have_the_parameters_of_their_models():
     assert found == PARAMETERS
 
 
-# One shape's name for each model_type that `builtin` plans without transformers.
+# Maps each `model_type` that `builtin` plans without transformers to the name of one shape of this type.
 KINDS = {shape["model_type"]: name for name, shape in SHAPES.items() if shape["model_type"] in builtin.KINDS}
 
 
 def reduced(kind):
-    """Returns the shape of a kind with its own widths, but few blocks, few experts and a small vocabulary."""
+    """Returns the shape of a kind, with few blocks, few experts and a small vocabulary. All widths stay the same."""
     shape = {**SHAPES[KINDS[kind]], "num_hidden_layers": 3, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2}
     for experts in {"num_experts", "num_local_experts"} & shape.keys():
         shape[experts] = 2 * shape["num_experts_per_tok"]
@@ -176,7 +176,7 @@ def reduced(kind):
 
 @pytest.fixture
 def of_transformers(tmp_path):
-    """Returns a function that makes a subject of `memascend plan` from transformers' own model for a shape."""
+    """Returns `made`, which makes a subject of `memascend plan` from the model that transformers makes for a shape."""
 
     def made(shape, dtype=torch.bfloat16):
         path = tmp_path / "config.json"
@@ -191,7 +191,7 @@ def of_transformers(tmp_path):
 def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(
     of_transformers, tmp_path, monkeypatch, kind
 ):
-    # Fixes the free disk space: other tests write to the disk between the two plans.
+    # Fixes the free disk space, because other tests may write to the disk between the two plans.
     monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 60 << 30)
     shape = reduced(kind)
     ours, theirs = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
@@ -223,12 +223,13 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
             assert mine.to_dict() == other.to_dict(), (device, more)
 
 
-# All kinds with formulas of their own in `_BLOCK_BYTES`, and one kind with the default formulas.
+# Without the slow tests, this test runs for most kinds that have their own formulas in `_BLOCK_BYTES`, and for one kind
+# with the default formulas.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", usual(KINDS, *builtin._BLOCK_BYTES.keys() - {"olmo3"}, "llama"))
 def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
-    # The full vocabulary makes logits the peak of the full loss, as in all of these models. The chunked loss never has
-    # the logits of all tokens: with 128 sequences, blocks are its peak.
+    # The vocabulary has its full size, so that logits cause the peak of memory with the full loss, as in real models.
+    # The chunked loss never has the logits of all tokens in memory. So with 128 sequences, blocks cause the peak.
     shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
     subjects = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
     batches = [Batch(sequences=2, length=256, loss="full"), Batch(sequences=128, length=256, loss="chunked")]
@@ -258,7 +259,7 @@ def test_cards_have_their_figures(text, name, tflops, gib, link):
 def test_a_card_without_bf16_is_said(capsys, config):
     for kind, says in (("bf16", True), ("fp16", False)):
         assert (
-            "it has no units for bfloat16: with --dtype fp16"
+            "it has no units for bfloat16, so use --dtype fp16"
             in shown(capsys, config, "--gpu", "T4", "--dtype", kind, *SMALL)
         ) == says
     with pytest.raises(ConfigError, match="5060ti8, 5060ti16, 5070"):
@@ -271,12 +272,13 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     found = told(capsys, config, *SMALL)
     assert asked == ["bfloat16"]
     assert found["step"]["bound"] == "compute"
-    # A step computes at half of the speed of a matrix product; the disk adds less than 1%.
+    # `plan` assumes that a step computes at half of the speed of a matrix product. The disk adds less than 1% to the
+    # time.
     assert found["step"]["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / 1e6, rel=0.01)
     assert found["processor_flops"] == 2e6
     assert main(["plan", str(config), *map(str, SMALL), "--dtype", "fp32"]) == 0
     assert "assumed: 50% of its measured 0 GFLOPS" in (capsys.readouterr().out)
-    # plan knows no speed of a GPU that is neither named nor present.
+    # If no GPU is found and `--gpu` is not given, `plan` does not know the speed of the GPU.
     assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
 
 
@@ -322,7 +324,7 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     kept = here["torch"]["kept_bytes"]
     card = "--gpu", f"165,{(here['device_bytes'] - 3 * kept + (1 << 30)) / 1e9},25"
     problem = told(capsys, *words, *card, status=1)["problems"][0]
-    assert f"--activations ssd or host moves {bytes_shown(7 * kept)} that the other 7 micro-batches keep" in problem
+    assert f"ssd or host, which moves {bytes_shown(7 * kept)} of the other 7 micro-batches off the GPU" in problem
     away = told(capsys, *words, *card, "--activations", "ssd")
     files = 8 * kept - away["plan"]["host"]["activations"]
     assert away["device_bytes"] == here["device_bytes"] - 7 * kept
@@ -332,12 +334,12 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     out = shown(capsys, *words, *card, "--activations", "ssd")
     assert f"{bytes_shown(files)} of it checkpointed activations" in out
     assert "activations='ssd')" in out or 'activations="ssd")' in out
-    # With "host" and a budget that has room, no activation goes to a file.
+    # With `--activations host` and a budget that has room for all activations, no activation is written to a file.
     inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
     monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: away["disk"]["bytes"] - 1)
     words = *words, *card, "--activations", "ssd", "--storage", config.parent
-    assert "not enough" in told(capsys, *words, status=1)["problems"][0]
+    assert "of disk space, but only" in told(capsys, *words, status=1)["problems"][0]
 
 
 def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
@@ -348,12 +350,12 @@ def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
     assert plain["plan"]["budget"] == 47 << 30
     assert given["plan"]["budget"] == 95 << 30
     assert given["step"]["seconds_per_step"] < plain["step"]["seconds_per_step"]
-    # The RAM is that of the whole machine, which both ranks share.
+    # `--ram` is the RAM of the whole machine. The two ranks share this RAM.
     assert told(capsys, *words, "--ranks", 2)["plan"]["budget"] < 24 << 30
-    # With --host-memory, plan compares the budget with the RAM only if --ram is given as well.
+    # If `--host-memory` is given, `plan` compares the budget with the RAM only if `--ram` is given as well.
     assert told(capsys, *words, "--host-memory", "90GiB")["ram_bytes"] is None
     problem = told(capsys, *words, "--host-memory", "90GiB", "--ram", "64GB", status=1)["problems"][0]
-    assert "the machine has 59.6 GiB of RAM, and " in problem
+    assert "the machine has 59.6 GiB of RAM, but the run needs " in problem
     out = shown(capsys, *words)
     assert "GiB of RAM of 59.6 GiB (--ram), " in out
     assert 'host_memory="auto"' in out
@@ -369,9 +371,9 @@ def test_a_drive_without_room_says_what_frees_it(capsys, tmp_path, monkeypatch):
     words = ("qwen-3b", "--gpu", "4090", "--drive", "5,4", "--storage", tmp_path / "run.store")
     problem = told(capsys, *words, status=1)["problems"][0]
     said = re.fullmatch(
-        r"the store needs ([\d.]+) GiB, and 50 GiB are free: not enough by ([\d.]+) GiB \((\S+) has 1.95 KiB\): "
-        r"free so many, or give a larger drive, or a smaller store \(--state bf16, ([\d.]+) GiB; --state 8bit, "
-        r"([\d.]+) GiB\)",
+        r"the run needs ([\d.]+) GiB of disk space, but only 50 GiB are free: free another ([\d.]+) GiB "
+        r"\(for example, (\S+) has 1.95 KiB\), or use a larger drive, or make the store smaller "
+        r"\(--state bf16 needs ([\d.]+) GiB; --state 8bit needs ([\d.]+) GiB\)",
         problem,
     )
     needed, missing, file, half, eighth = said.groups()
@@ -391,7 +393,8 @@ def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert (gpu_here().name, gpu_here().nbytes) == (card, 25 << 30)
-    # "RTX A1000" and "T400" begin like known cards, and a laptop's GPU has the name of a faster one.
+    # The names "RTX A1000" and "T400" begin like the names of known cards. The name of a laptop's GPU contains the name
+    # of a faster card.
     for name in ("NVIDIA Something", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert gpu_here() is None

@@ -1,4 +1,4 @@
-"""Runs a loop or a Trainer on a model in memory and on the same model offloaded."""
+"""Runs a loop or a Trainer twice: with the model in memory, and with the model offloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["both", "door", "results", "same_results"]
 
 
 def both(folder, make, loop, **options):
-    """Returns what `loop` returns in memory and offloaded, in a list; `make` makes a model and its optimizer."""
+    """Runs `loop` in memory and then offloaded, both times on new results of `make`; returns both results."""
     found = []
     for offloads in (False, True):
         model, optimizer = make()
@@ -33,7 +33,7 @@ def door(model, optimizer):
 
 
 def results(trainer, storage=None, **options):
-    """Trains, offloaded if `storage` is given; returns the losses and norms that `trainer` logs, and its weights."""
+    """Trains, offloaded if `storage` is given; returns the losses and norms of the Trainer's log, and the weights."""
     optimizer = storage and memascend.trainer.offload(trainer, storage=storage, **options)
     with optimizer or contextlib.nullcontext():
         trainer.train()

@@ -1,7 +1,7 @@
 """Trains the model of a folder with SFTTrainer or DPOTrainer, within a memory limit. Run as a program.
 
-Arguments: "sft", or "dpo", which also has a reference model; the model's folder; a folder to write to; optionally a
-memory cgroup, and its limit in bytes.
+The arguments are: "sft", or "dpo" for a training that also has a reference model; the folder of the model; the folder
+for the output. Two optional arguments follow: a memory cgroup, and the limit of this cgroup in bytes.
 """
 
 import hashlib

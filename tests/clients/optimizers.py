@@ -27,7 +27,7 @@ _BEGIN = "<!-- made by `make clients-table` -->"
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer class of a library, and the options with which `make` makes it for a model."""
+    """An optimizer class of a library, and the options that make() passes to this class."""
 
     library: str
     name: str
@@ -72,7 +72,7 @@ _WITHOUT_LR = {"SGD", "SGD32bit", "SGD8bit", "LARS", "LARS32bit", "LARS8bit", "P
 
 def _options(name: str) -> dict[str, Any]:
     if name in ("torch.optim.Adam", "torch.optim.AdamW"):
-        # The engine's bits are those of `fused=True`.
+        # The engine computes the same bits as torch with `fused=True`.
         return {"fused": True}
     if name in _WITHOUT_LR:
         return {"lr": 0.01, "momentum": 0.9}
@@ -97,7 +97,7 @@ def _of_timm() -> dict[str, Any]:
 
     kinds = []
     for name in timm.optim.list_optimizers():
-        # `get_optimizer_class` asserts a GPU for some classes of other libraries.
+        # Without a GPU, `get_optimizer_class` raises AssertionError for some classes of other libraries.
         with contextlib.suppress(AssertionError):
             kinds.append(timm.optim.get_optimizer_class(name))
     own = {kind.__name__: kind for kind in kinds if getattr(kind, "__module__", "").startswith("timm.")}
@@ -118,7 +118,7 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def model() -> torch.nn.Module:
-    """Returns a model with matrices above and below the size from which optimizers quantise their state."""
+    """Returns a model with small and large matrices. 8-bit optimizers quantise the state of large matrices only."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(64, 128),
@@ -143,7 +143,7 @@ def train(trained: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def outcome(case: Case) -> str:
-    """Returns the table's words for a case; "streams" if the offloaded run has the bits of the run in memory."""
+    """Returns the table's text for a case: "streams" if the offloaded run has the bits of the run in memory."""
     silent = contextlib.redirect_stdout(io.StringIO())
     with threads_of_torch(1), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:
         warnings.simplefilter("ignore")
@@ -185,7 +185,7 @@ def _reason(message: str) -> str:
     for begin in (" cannot run on streamed state: ", " is rejected: "):
         if begin in message:
             message = message.split(begin, 1)[1]
-    return message.split(";")[0].split(", and only the groups")[0].splitlines()[0].replace("|", "/")
+    return message.split(";")[0].split(", but only the groups")[0].splitlines()[0].replace("|", "/")
 
 
 def row(case: Case) -> str:
@@ -198,7 +198,7 @@ def heading(library: str) -> str:
 
 
 def written() -> dict[str, list[str]]:
-    """Returns the rows of the tables that `main` wrote to the page, by heading."""
+    """Returns the table rows that main() wrote to the page: a list for each heading."""
     found: dict[str, list[str]] = {}
     _, tables = PAGE.read_text().split(_BEGIN)
     for line in tables.splitlines():

@@ -1,4 +1,4 @@
-"""Simulates SGLang's server in a process of its own: generates tokens, and loads weights from a requested path."""
+"""Simulates a server of SGLang. Generates tokens, and loads weights from the path in a request. Run as a program."""
 
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer

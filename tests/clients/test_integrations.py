@@ -1,7 +1,7 @@
-"""Tests the plugins inside Axolotl, ms-swift and LLaMA-Factory: killed runs of the files of examples/ resume exactly.
+"""Tests plugins for Axolotl, ms-swift and LLaMA-Factory: killed runs with settings of examples/ resume exactly.
 
-Each program has an environment of its own (`make test-axolotl`, `test-swift`, `test-llamafactory`), in which the tests
-of the other programs are skipped.
+Each program has its own environment, for `make test-axolotl`, `make test-swift` or `make test-llamafactory`. In this
+environment, the tests of the two other programs are skipped.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def needs(program):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Returns a folder with a model and conversations, under the names that the examples use."""
+    """Returns a folder with a model and conversations. Their file names are the names in the examples."""
     make_model(tmp_path / "model", torch.float32)
     turns = [(TEXT[row % 5 :][:12], TEXT[row * 3 % 7 :][:20]) for row in range(24)]
     rows = [
@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def example(folder, name, *replaced):
-    """Writes a file of examples/ into `folder`, after replacements: settings without a GPU, one log line per step."""
+    """Writes a file of examples/ into `folder`, after replacements that make it log each step and need no GPU."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for old, new in replaced:
         assert old in text
@@ -58,7 +58,7 @@ def example(folder, name, *replaced):
 
 
 def run(folder, command, **how):
-    """Runs one `life` of a program; returns its logged losses, norms and rates by epoch, and its output."""
+    """Runs a program once; returns its logged losses, norms and learning rates by epoch, and its output."""
     path = f"{PYTHON}:{os.environ['PATH']}"
     how = {"ends": {0}, **how}
     _, output = life(command, cwd=folder, PATH=path, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hub"), **how)
@@ -66,7 +66,10 @@ def run(folder, command, **how):
 
 
 def require_exact(folder, command, weights, **environment):
-    """Requires that a run that is killed, then ended by Ctrl-C, logs and saves the bits of an uninterrupted run."""
+    """Kills a run, ends the resumed run by Ctrl-C, and resumes it again.
+
+    Requires that these runs log and save the same bits as an uninterrupted run.
+    """
     whole, _ = run(folder, command, **environment)
     expected = digest(folder, weights)
     assert len(whole) == STEPS
@@ -108,7 +111,7 @@ def test_axolotl_rejects_an_unknown_option_before_it_loads_the_model(folder):
 
 @needs("axolotl")
 def test_axolotl_passes_null_on(folder):
-    """Axolotl drops settings that are null; the plugin keeps `master_dtype: null`, which means no master weights."""
+    """Axolotl drops settings that are null. The plugin keeps `master_dtype: null`, which turns off master weights."""
     example(folder, *AXOLOTL, ("host_memory: 8GiB", "master_dtype: null"))
     code = "from axolotl.cli.config import load_cfg; print('options', dict(load_cfg('axolotl.yaml').memascend))"
     _, output = run(folder, (sys.executable, "-c", code), AXOLOTL_DO_NOT_TRACK="1")

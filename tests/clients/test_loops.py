@@ -1,4 +1,4 @@
-"""Compares loops of accelerate and Lightning, and averages of diffusers, timm and torch, with training in memory."""
+"""Compares accelerate, Lightning, and weight averages of diffusers, timm and torch with training in memory."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def stack(dtype):
 
 
 def by_diffusers(model, optimizer, average, inputs):
-    """Trains with an average of diffusers; after every second step, evaluates the model with the averaged weights."""
+    """Trains with a weight average of diffusers; evaluates the model with averaged weights after every second step."""
     seen = []
     for number in range(STEPS):
         step(model, optimizer, number)
@@ -52,7 +52,10 @@ def by_diffusers(model, optimizer, average, inputs):
 
 
 def by_modules(model, optimizer, average, inputs):
-    """Trains with an average that is a module; torch's averages and the model then get new batch statistics."""
+    """Trains with a weight average that is a module.
+
+    If the average is torch's, the average and the model get new batch statistics after the training.
+    """
     seen, is_torchs = [], isinstance(average, AveragedModel)
     for number in range(STEPS):
         step(model, optimizer, number)
@@ -68,7 +71,7 @@ def of_diffusers(foreach):
     return lambda model: EMAModel(model.parameters(), decay=0.9, use_ema_warmup=True, foreach=foreach)
 
 
-# By name: the loop, and a function that makes the average of a model.
+# Maps a name to a loop, and to a function that makes the weight average of a model.
 AVERAGES = {
     "diffusers', one by one": (by_diffusers, of_diffusers(foreach=False)),
     "diffusers', foreach": (by_diffusers, of_diffusers(foreach=True)),
@@ -82,7 +85,8 @@ AVERAGES = {
 }
 
 
-# `gradients` is the option of offload(). If `before` is true, the test makes the average and then offloads the model.
+# `gradients` is the option of offload(). If `before` is true, the test makes the weight average before it offloads the
+# model.
 @pytest.mark.parametrize(
     ("dtype", "gradients", "before"), [(torch.float32, "fused", True), (torch.bfloat16, "ssd", False)], ids=str
 )
@@ -113,14 +117,14 @@ def test_averages_follow_and_swap(tmp_path, dtype, gradients, before, kind):
 
 
 def real(module):
-    """Returns the context in which a callback may write to the weights of a module, offloaded or not."""
+    """Returns the context in which a callback may write to a module's weights, also if the module is not offloaded."""
     if module.folder is None:
         return contextlib.nullcontext()
     return memascend.materialized(module if module.whole else module.layers, modify=True)
 
 
 class Equal(WeightAveraging):
-    """Averages all steps equally; swaps weights inside `materialized(modify=True)`."""
+    """Averages the weights of all steps equally; swaps weights inside `materialized(modify=True)`."""
 
     def _swap_models(self, pl_module):
         with real(pl_module):
@@ -132,7 +136,7 @@ class Equal(WeightAveraging):
 
 
 class Stochastic(StochasticWeightAveraging):
-    """Averages weights by SWA; transfers them inside `materialized(modify=True)`."""
+    """Averages weights by stochastic weight averaging; transfers weights inside `materialized(modify=True)`."""
 
     @staticmethod
     def transfer_weights(src_pl_module, dst_pl_module):
@@ -141,7 +145,7 @@ class Stochastic(StochasticWeightAveraging):
 
 
 class Exponential(Equal):
-    """Averages after each step from the second on, as Lightning's own example does."""
+    """Averages weights exponentially once `step_idx` is at least 2, as an example of Lightning does."""
 
     def __init__(self):
         super().__init__(avg_fn=get_ema_avg_fn(0.9))
@@ -151,7 +155,7 @@ class Exponential(Equal):
 
 
 class Module(lightning.LightningModule):
-    """Layers with batch norm. Given a folder, it offloads itself (`whole`), or only its layers."""
+    """Layers with batch norm. If `folder` is given, offloads the whole module (`whole=True`) or only the layers."""
 
     def __init__(self, folder=None, whole=False, **options):
         super().__init__()
@@ -191,7 +195,7 @@ def kept(module):
     return [value.detach().clone() for value in copy.copy(module).state_dict().values()]
 
 
-# By name: a function that makes the callbacks, and options of the Trainer.
+# Maps a name to a function that makes the callbacks, and to options of the Trainer.
 CASES = {
     "none": (list, {}),
     "equal": (lambda: [Equal()], {}),
@@ -285,7 +289,7 @@ def test_its_optimizer_is_taken_off(tmp_path, accelerator):
     prepared, optimizer = accelerator.prepare(*made())
     train(prepared, optimizer, range(2))
     prepared, offloaded = memascend.offload(prepared, optimizer, storage=tmp_path / "run.store")
-    # Code that holds accelerate's wrapper can continue to use it.
+    # Code that still refers to accelerate's wrapper of the optimizer can continue to call this wrapper.
     train(prepared, optimizer, range(2, 4))
     train(prepared, offloaded, range(4, 5))
     assert offloaded.steps == 3

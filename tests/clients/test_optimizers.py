@@ -31,7 +31,7 @@ def test_the_maps_are_those_of_bitsandbytes():
     for signed in (True, False):
         numbers = create_dynamic_map(signed)
         assert same_bits(blockwise.dynamic_map(signed=signed), numbers)
-        # One block with an absmax of 1: its 256 codes decode to the numbers of the map.
+        # `codes` is one block with all 256 codes. Its absmax is 1, so the codes decode to the numbers of the map.
         codes = torch.arange(256, dtype=torch.uint8)
         name = "exp_avg" if signed else "exp_avg_sq"
         state = {like: torch.zeros(256, dtype=torch.uint8) for like in ("exp_avg", "exp_avg_sq")}
@@ -62,7 +62,8 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
         grad = gradient(kind, numel, generator)
         theirs.grad = grad.float()
         with monkeypatch.context() as patched:
-            # bitsandbytes calls torch's `sqrt`, which may be one ulp off, depending on the machine.
+            # bitsandbytes calls torch's `sqrt`. On some machines, the result of `sqrt` differs from the exact root in
+            # the last bit.
             patched.setattr(torch.Tensor, "sqrt", exact_root)
             optimizer.step()
         numbers = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay, "step": step}
@@ -78,7 +79,7 @@ def test_adamw_has_the_bits_of_bitsandbytes(monkeypatch, kind, numel, weight_dec
 
 
 def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
-    """`MomentsInRam`, with which tests/parity compares offloaded runs, has the bits of bitsandbytes."""
+    """`MomentsInRam` computes the bits of bitsandbytes. tests/parity compares offloaded runs with `MomentsInRam`."""
     generator = torch.Generator().manual_seed(1)
     theirs = torch.nn.Parameter(torch.randn(4096 + 77, generator=generator))
     ours = torch.nn.Parameter(theirs.detach().clone())

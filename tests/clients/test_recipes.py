@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = re.compile(r"^#+ ([^\n]+)\n(?:(?!^#+ ).)*?^```py\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Pairs of title and code: the recipe of AGENTS.md, and the recipes of docs/trainers.md.
+# `RECIPES` has a pair of title and code for the recipe of AGENTS.md and for each recipe of docs/trainers.md.
 PAGE = (ROOT / "docs/trainers.md").read_text()
 AGENTS = (ROOT / "AGENTS.md").read_text()
 RECIPES = RECIPE.findall(AGENTS) + RECIPE.findall(PAGE)
-# The diff in README, which offloads a training script.
+# The diff in README.md. It adds offloading to a training script.
 DIFFERENCE = re.search(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[1]
 
 pytestmark = pytest.mark.timeout(600)
@@ -72,14 +72,14 @@ def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, s
     run(recipe, folder, ROLLOUTS=server)
     asked = urllib.request.Request(server + "/count", b"{}", {"Content-Type": "application/json"})  # noqa: S310
     with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
-        # The server loaded weights before the first step, and before the second.
+        # The server loaded weights twice: before the first step, and before the second step.
         assert json.load(answer) == {"loaded": 2}
 
 
 def test_each_kind_of_training_has_one():
     titles = re.findall(r"^##+ (.*)", PAGE, re.MULTILINE)
     of_programs = titles.index("Axolotl, ms-swift, LLaMA-Factory")
-    # The section `of_programs` has settings files instead of recipes; test_integrations.py runs them.
+    # The section at index `of_programs` has no recipes, but settings files. test_integrations.py tests these files.
     kinds = titles[titles.index("Preferences (DPO)") : of_programs]
     kinds += titles[titles.index("Loops of other libraries") + 1 : titles.index("What can go wrong")]
     assert [title for title, _ in RECIPE.findall(PAGE)] == ["Trainers", *kinds]

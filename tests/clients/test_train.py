@@ -1,4 +1,4 @@
-"""Tests `memascend train`: the labels of each shape of examples, packing, one-line errors, and the saved folder."""
+"""Tests `memascend train`: the labels of each format of examples, packing, one-line errors, and the saved folder."""
 
 import dataclasses
 import datetime as dt
@@ -47,12 +47,13 @@ CHATS = [
 ]
 # The text of a question and an answer in ChatML, with the system message "It is.".
 SAID = "<|im_start|>system\nIt is.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
-# A template that does not mark answers, and puts no special token after them.
+# A chat template that does not mark answers and puts no special token after answers.
 PLAIN = (
     "{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
-# A template that drops all answers but the last: the text of the first messages is no prefix of the whole text.
+# A chat template that drops all answers except the last answer. So the text of the first messages is not the beginning
+# of the text of all messages.
 FORGETS = (
     "{% for message in messages %}{% if message['role'] != 'assistant' or loop.last %}{{ message['role'] + ': ' + "
     "message['content'] + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -65,7 +66,7 @@ def _caches(tmp_path, monkeypatch, one_thread):  # noqa: ARG001
 
 
 def filled(folder, dtype=torch.float32, template=CHATML):
-    """Writes a model with this chat template, and conversations, into `folder`; returns `folder`."""
+    """Writes conversations and a model with the chat template `template` into `folder`; returns `folder`."""
     make_model(folder / "model", dtype, make_tokenizer(template))
     write_rows(folder / "rows.jsonl", CHATS)
     return folder
@@ -73,7 +74,7 @@ def filled(folder, dtype=torch.float32, template=CHATML):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Returns a folder with conversations, and a model whose template does not mark answers."""
+    """Returns a folder with conversations and a model. The model's chat template does not mark answers."""
     return filled(tmp_path)
 
 
@@ -107,7 +108,7 @@ def learnt(trainer):
 
 @pytest.mark.parametrize(("template", "end", "separator"), [(CHATML, "<|im_end|>", "\n"), (PLAIN, "\n", "")])
 def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_path, template, end, separator):
-    """The parts with a loss are the answers and their ends: a special token in ChatML, a newline in PLAIN."""
+    """Only answers and their end tokens have a loss. The end token is special in ChatML, and a newline in PLAIN."""
     found = learnt(trainer_of(filled(tmp_path, template=template)))
     assert len(found) == len(CHATS)
     for (text, parts), row in zip(found, CHATS, strict=True):
@@ -118,7 +119,7 @@ def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_pat
 
 
 def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_path):
-    """Two templates write the same text for the same conversations; only GENERATION marks the answers."""
+    """Two chat templates write the same text for the same conversations. Only the template GENERATION marks answers."""
     found = []
     for name, template in (("marked", GENERATION), ("plain", CHATML)):
         trainer = trainer_of(filled(tmp_path / name, template=template))
@@ -217,7 +218,8 @@ def test_each_example_of_a_packed_sequence_has_the_loss_that_it_has_alone(folder
             ids = torch.tensor([row["input_ids"][start : start + length]])
             alone = model(input_ids=ids).logits[0]
             assert torch.allclose(together[start : start + length], alone, atol=1e-5)
-            # An example's first token has no loss: the last token of another example would predict it.
+            # The first token of an example has no loss, because the model would predict it from the last token of
+            # another example.
             assert batch["labels"][0, start] == -100
             start += length
             compared += 1
@@ -234,9 +236,9 @@ MAMBA = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_laye
     ("kind", "config", "more", "message"),
     [
         ("MambaForCausalLM", MAMBA, ("--packing",), "MambaForCausalLM would mix examples that share a sequence"),
-        # BERT's attention sees the tokens that the model would have to predict.
-        ("BertForMaskedLM", BERT, (), "cannot be trained|no causal decoder"),
-        ("BertLMHeadModel", BERT, (), "no causal decoder"),
+        # BERT's attention reads the tokens that a causal model has to predict, so the loss would mean nothing.
+        ("BertForMaskedLM", BERT, (), "cannot be trained|not a causal decoder"),
+        ("BertLMHeadModel", BERT, (), "not a causal decoder"),
     ],
 )
 def test_a_model_whose_loss_would_mean_nothing_is_refused(folder, kind, config, more, message):
@@ -282,10 +284,10 @@ def test_each_argument_of_offload_is_known_to_it():
     [
         ("r.jsonl", '{"text": "a"}\n{"text": \n', r"r\.jsonl:2: not valid JSON: Expecting value"),
         ("r.json", '[{"text": "a"},\n{"text": }]', r"r\.json:2: not valid JSON"),
-        ("r.jsonl", '{"text": "a"}\n{"text": 5}\n', r"r\.jsonl:2: `text` is 5, and a text is expected"),
-        ("r.jsonl", '{"prompt": "a", "completion": 5}', r"r\.jsonl:1: `completion` is 5, and a text is expected"),
-        ("r.jsonl", '{"instruction": "a", "input": 3, "output": "b"}', r"r\.jsonl:1: `input` is 3, and a text"),
-        ("r.jsonl", '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "be all texts, or all"),
+        ("r.jsonl", '{"text": "a"}\n{"text": 5}\n', r"r\.jsonl:2: `text` is 5, but must be a string"),
+        ("r.jsonl", '{"prompt": "a", "completion": 5}', r"r\.jsonl:1: `completion` is 5, but must be a string"),
+        ("r.jsonl", '{"instruction": "a", "input": 3, "output": "b"}', r"r\.jsonl:1: `input` is 3, but must be"),
+        ("r.jsonl", '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "be all strings, or all"),
         ("r.jsonl", '{"prompt": [{"role": "a", "content": "a"}], "completion": [{"role": "user", "content": "b"}]}',
          r"r\.jsonl:1: message 1 needs a role"),
         ("r.jsonl", '{"messages": [{"role": "assistant", "content": "b"}], "tools": "x"}', "`tools` is not valid JSON"),
@@ -294,7 +296,7 @@ def test_each_argument_of_offload_is_known_to_it():
         ("r.jsonl", "", r"r\.jsonl has no examples"),
         ("r.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"r\.jsonl:2: not UTF-8"),
         ("r.csv", b"text\n\xe9\n", r"r\.csv:2: not UTF-8"),
-        ("r.csv", "prompt,completion\na,b,c\n", r"r\.csv:2: 3 fields, and the first line names 2"),
+        ("r.csv", "prompt,completion\na,b,c\n", r"r\.csv:2: 3 fields, but the first line has 2"),
         ("r.jsonl", '{"input_ids": ["a"]}', r"r\.jsonl: `input_ids` must be lists of whole numbers"),
         ("r.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n',
          r"r\.jsonl:2: `completion` is missing or empty"),
@@ -302,9 +304,9 @@ def test_each_argument_of_offload_is_known_to_it():
         ("r.jsonl", '{"conversations": [{"from": "human"}]}', r"r\.jsonl:1: message 1 needs a role"),
         ("r.csv", "prompt,completion\na,b\na\n", r"r\.csv: example 2: `completion` is missing"),
         ("r.xlsx", "x", r"r\.xlsx has no examples: give a file that ends in \.jsonl"),
-        ("r.jsonl", '{"q": "a"}', r"r\.jsonl has columns 'q', and memascend train sft takes `messages` or"),
-        ("r.jsonl", '{"text": "a", "messages": [{"role": "assistant", "content": "a"}]}', "takes `messages` or `text`"),
-        ("kto.jsonl", '{"prompt": "a", "completion": "b", "label": "no"}', '1: `label` is "no", and true or false'),
+        ("r.jsonl", '{"q": "a"}', r"r\.jsonl has columns 'q', but memascend train sft needs `messages` or"),
+        ("r.jsonl", '{"text": "a", "messages": [{"role": "assistant", "content": "a"}]}', "needs `messages` or `text`"),
+        ("kto.jsonl", '{"prompt": "a", "completion": "b", "label": "no"}', '1: `label` is "no", but must be true'),
     ],
 )  # fmt: skip
 def test_a_wrong_example_is_named_in_one_line(folder, capsys, name, content, message):
@@ -336,12 +338,12 @@ def test_a_word_like_an_option_is_named(folder):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--existing", "never"), "existing is one of"),
+        (("--existing", "never"), "existing must be one of"),
         (("--host_memory", "1KiB"), "--host-memory 1KiB is too small"),
         (("--data", "nothing.jsonl"), r"nothing\.jsonl does not exist"),
         (("--eval_strategy", "epoch"), "give --eval FILE"),
         (("--model", "nothing/at/all"), "--model nothing/at/all does not exist"),
-        (("--columns", "prompt=q"), "name them by --columns"),
+        (("--columns", "prompt=q"), "name the columns by --columns"),
         (("--load_in_4bit", "true"), "--load_in_4bit quantizes the model by bitsandbytes"),
         (("--max_length", "4"), "no example of --data is left: each has no token with a loss within --max_length 4"),
     ],
@@ -364,7 +366,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypat
         plans.append(capsys.readouterr().out)
     assert plans[0] != plans[1] == plans[2]
     assert "Host memory:" in plans[0]
-    says = r"beside it torch takes [\d.]+ MiB for a micro-batch of \d+ x [\d,]+ tokens with a chunked loss"
+    says = r"in addition, torch takes [\d.]+ MiB for a micro-batch of \d+ x [\d,]+ tokens with a chunked loss"
     assert re.search(says, plans[0])
     assert plans[0].endswith("this was a dry run: nothing was changed\n")
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "model", "rows.jsonl"]
@@ -372,7 +374,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypat
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_torchs_memory_is_what_the_trainers_loss_allocates(folder, kind):
-    """Compares the trace with the bytes that the profiler counts. Only the vocabulary is large, as in real models."""
+    """Compares the trace with the bytes that the profiler counts. As in real models, the vocabulary is large."""
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     config.vocab_size, config.max_position_embeddings = 12_000, 64
     torch.manual_seed(0)
@@ -428,7 +430,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, capsys):
-    """The reference is plain TRL with the same arguments, on the model in memory."""
+    """Compares with a Trainer of TRL that trains in memory with the same arguments."""
     make_model(tmp_path / "model", torch.float32)
     write_rows(tmp_path / "rows.jsonl", KINDS[kind])
     more = ("--max_steps", 3, "--max_grad_norm", 0, "--per_device_train_batch_size", 2, "--learning_rate", "1e-3")
@@ -441,7 +443,7 @@ def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, cap
     command.training.model_init_kwargs = {"dtype": "float32"}
     trained = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
     if kind == "sft":
-        # TRL alone would give all tokens a loss.
+        # Without the labels of `memascend train`, TRL would give all tokens a loss.
         trained = trainer_of(tmp_path, *more).train_dataset
     name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "kto": "KTO"}[kind]
     trainer = getattr(trl, f"{name}Trainer")(str(tmp_path / "model"), args=command.training, train_dataset=trained)
@@ -495,7 +497,7 @@ def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, s
 
 
 def test_nothing_is_sent(folder):
-    """Trains in a fresh process, which exits with an error at the first connection."""
+    """Trains in a new process, which exits with an error if it tries to open a connection."""
     program = (
         "import socket, sys\n"
         "def refuse(*_, **__): raise SystemExit('the program tried to connect')\n"

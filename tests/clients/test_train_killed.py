@@ -1,6 +1,8 @@
-"""Tests that `memascend train` and Trainers, killed and started again, end with the bits of an uninterrupted run.
+"""Tests that killed and restarted runs of `memascend train` and Trainers have the bits of an uninterrupted run.
 
-usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]: trains with a Trainer that one line offloads
+usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]
+
+As a program, this file trains with a Trainer that one call of offload() offloads. It kills itself at MOMENT of STEP.
 """
 
 import hashlib
@@ -55,14 +57,14 @@ def prepare(folder, dtype):
 
 
 def run(folder, name, more, **how):
-    """Runs one `life` of `memascend train`."""
+    """Runs `memascend train` once, until it ends or is killed."""
     config = folder / f"{name}.yaml"
     config.write_text(YAML.format(folder=folder, name=name, steps=STEPS, more=more))
     return life([sys.executable, "-m", "memascend", "train", "--config", config], HF_HOME=str(folder / "hub"), **how)
 
 
 def results(folder, name):
-    """Returns the digest of the weights, and the log's lines of steps and evaluations."""
+    """Returns the digest of the weights, and the log lines of steps and evaluations."""
     digest = hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
     history = json.loads((folder / name / "trainer_state.json").read_text())["log_history"]
     return digest, [compared(line) for line in history if "train_loss" not in line]
@@ -75,7 +77,8 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     more = f"logging_steps: {logging}"
     run(tmp_path, "whole", more)
     rng = random.Random(logging)
-    # The run is killed after these words of its output: while it loads data, in steps or evaluations, at its end.
+    # The run is killed after it prints one of these words: while it loads data, during steps or evaluations, and at the
+    # end.
     places = ["Map", *[rng.choice(("'loss'", "'eval_loss'")) for _ in range(KILLS - 2)], "'train_runtime'"]
     ends = [
         run(tmp_path, "killed", more, kill=(place,), after=rng.uniform(0, 0.15), ends=(0, -signal.SIGKILL))
@@ -97,12 +100,12 @@ def test_a_stop_names_the_committed_step_and_the_restart_goes_on_there(tmp_path)
         with look([tmp_path / "own.store"]) as store:
             step = store.step
         assert said[-1] == (
-            f"memascend train: stopped after step {step}, which is committed: the same command goes on there"
+            f"memascend train: stopped after step {step}, which is committed: run the same command to continue"
         )
     run(tmp_path, "own", more)
 
 
-# --- TRL's Trainers, and that of sentence-transformers -------------------------------------------------
+# --- TRL's Trainers, and the Trainer of sentence-transformers -------------------------------------------------
 
 SHARED = {
     "use_cpu": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2,
@@ -210,7 +213,10 @@ MOMENTS = [
 
 
 def start(folder, name, kind, *words, **how):
-    """Runs one `life` of this file as a program; the last line of its output is a digest of the weights."""
+    """Runs this file as a program, until it ends or is killed; returns its output.
+
+    The last line of the output is a digest of the weights.
+    """
     store = "memory" if name == "memory" else folder / name
     line = [sys.executable, __file__, kind, store, folder / f"{name}.log", *words]
     return life(line, PYTHONWARNINGS="ignore", HF_HOME=str(folder / "hub"), **how)

@@ -1,4 +1,4 @@
-"""Tests models that a Trainer gets without weights: they train with the bits of loaded models, in little memory."""
+"""Tests Trainers whose models are made without weights: they train with the bits of loaded models, in little memory."""
 
 import contextlib
 import functools
@@ -81,7 +81,7 @@ def embedding(model, folder):
     )
 
 
-# test_train.py compares TRL's Trainers without adapters with training in memory.
+# TRL's other Trainers without adapters are not in this table, because test_train.py tests them.
 TRAINERS = {
     "embedding": embedding,
     "plain in fp16": lambda *given: plain(*given, dtype=torch.float16),
@@ -95,9 +95,9 @@ TRAINERS = {
 
 
 def trained(make, model, folder, *, loads):
-    """Trains offloaded; returns the results. With `loads`, the Trainer's model is made without weights."""
+    """Trains offloaded; returns the results. If `loads` is true, the Trainer's model is made without weights."""
     folder.mkdir()
-    # `make` may draw adapters before the Trainer sets its seed.
+    # `make` may draw the values of adapters before the Trainer sets its random seed.
     torch.manual_seed(5)
     with memascend.trainer.loading() if loads else contextlib.nullcontext():
         trainer = make(model, folder)
@@ -143,7 +143,7 @@ def untied_by_the_files(folder):
 
 
 def with_buffers(folder):
-    # Unlike Llama, GPT-2 has position embeddings, mask buffers, biases and other names.
+    # Unlike Llama, GPT-2 has position embeddings, mask buffers and biases. Its parameters also have other names.
     saved(transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64), folder)
 
 
@@ -187,7 +187,9 @@ def test_a_refused_call_may_be_made_again(tmp_path, model):
     with memascend.trainer.loading():
         trainer = preferring(model, tmp_path, optim="adamw_8bit", max_grad_norm=0.5)
     before = dict(vars(trainer))
-    with pytest.raises(memascend.BudgetError, match=r"the reference model takes [\d.]+ [KM]iB beside it") as caught:
+    with pytest.raises(
+        memascend.BudgetError, match=r"The reference model also takes [\d.]+ [KM]iB of this budget"
+    ) as caught:
         memascend.trainer.offload(trainer, storage=tmp_path / "run.store", host_memory="1KiB")
     assert vars(trainer) == before
     smallest = caught.value.smallest
@@ -197,7 +199,7 @@ def test_a_refused_call_may_be_made_again(tmp_path, model):
         assert optimizer.plan.budget + reference.plan.budget == smallest
         assert "8bit" in str(optimizer.plan) or optimizer.state_of(trainer.model.lm_head.weight)
         reference.close()
-    # The store of the reference model is an unlinked file.
+    # The store of the reference model is a file without a name, so the folder has only one store.
     assert [path.name for path in tmp_path.glob("*.store")] == ["run.store"]
     assert not list(tmp_path.glob("memascend-*"))
 
@@ -212,18 +214,18 @@ def test_other_weights_are_refused(tmp_path):
 
     torch.save(load_file(file), tmp_path / "pytorch_model.bin")
     os.truncate(file, 1000)
-    refused(memascend.CorruptionError, "no whole safetensors file")
+    refused(memascend.CorruptionError, "not a complete safetensors file")
     file.unlink()
-    refused(memascend.ConfigError, "has its weights in no safetensors")
+    refused(memascend.ConfigError, "are not in safetensors files")
 
 
 def test_what_needs_weights_or_other_names_at_once_is_refused(tmp_path, model):
-    needs = (memascend.UsageError, "needs values of weights")
+    needs = (memascend.UsageError, "needs the values of weights")
     load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, model)
     for (error, message), make in (
         (needs, lambda: supervised(model, tmp_path, adapters(use_dora=True))),
         (needs, lambda: preferring(model, tmp_path, precompute_ref_log_probs=True)),
-        ((memascend.ConfigError, "knows no key_mapping="), lambda: load(key_mapping={"^model": "model"})),
+        ((memascend.ConfigError, "does not support key_mapping="), lambda: load(key_mapping={"^model": "model"})),
     ):
         with pytest.raises(error, match=message), memascend.trainer.loading():
             make()
@@ -233,7 +235,7 @@ def test_sharding_and_a_parameter_without_values_are_refused_by_name(tmp_path, m
     with memascend.trainer.loading():
         trainer = plain(model, tmp_path)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(memascend.ConfigError, match="make it outside of loading"):
+    with pytest.raises(memascend.ConfigError, match="the model outside of loading"):
         memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
     trainer.is_fsdp_enabled = False
     trainer.model.resize_token_embeddings(400, mean_resizing=False)
@@ -254,7 +256,7 @@ LIMIT = 320 << 20
 
 
 def large(folder):
-    """Saves a model of 500 MB in fp32; returns the bytes of its files."""
+    """Saves a model of 500 MB in fp32; returns the size of its files in bytes."""
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**SMALL | size, tie_word_embeddings=False, dtype=torch.float32)
     saved(config, folder)
@@ -262,7 +264,7 @@ def large(folder):
 
 
 def large_and_quantized(folder):
-    """Saves a model of 500 MB in bf16, then quantises its files to a quarter; returns the bytes in bf16."""
+    """Saves a model of 500 MB in bf16, and quantises its files to a quarter of this size; returns the size in bf16."""
     size = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 8}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
     saved(transformers.GptOssConfig(**SMALL | size, **experts), folder, torch.bfloat16)
@@ -276,7 +278,7 @@ def large_and_quantized(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "make"), [("sft", large), ("dpo", large), ("sft", large_and_quantized)])
 def test_a_model_larger_than_the_cgroups_memory_trains(tmp_path, cgroup, kind, make):
-    # The files alone are larger than the cgroup's limit: the kernel would kill a process that loaded them whole.
+    # The model's files are larger than the cgroup's limit. The kernel would kill a process that loaded the whole files.
     assert make(tmp_path / "model") > 1.5 * LIMIT
     (tmp_path / "run").mkdir()
     first = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)

@@ -1,4 +1,4 @@
-"""Tests the optimizers of TrainingArguments: bits of training in memory, or an error that lists other optimizers."""
+"""Tests optimizers of TrainingArguments: training equals training in memory, or an error lists other optimizers."""
 
 import logging
 
@@ -52,7 +52,7 @@ def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, 
     expected = results(made(tmp_path, "adamw_torch"), tmp_path / "plain.store", **bits)
     with caplog.at_level(logging.INFO, "memascend"):
         found = results(made(tmp_path, optim), tmp_path / "run.store")
-    assert f"optim='{optim}' is torch's AdamW" in caplog.text
+    assert f"optim='{optim}': memascend uses torch's AdamW" in caplog.text
     assert same_results(expected, found)
     # The store records `optim`, so offload() rejects a Trainer with a different `optim`.
     with pytest.raises(memascend.ConfigError, match=f"optim {optim} -> adamw_torch"):
@@ -68,14 +68,14 @@ def test_bitsandbytes_own_optimizers_are_refused(tmp_path):
 @pytest.mark.parametrize("optim", ["paged_lion_8bit", "rmsprop_bnb", "lomo", "galore_adamw_layerwise"])
 def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
     trainer = made(tmp_path, optim)
-    with pytest.raises(memascend.ConfigError, match=rf"optim='{optim}' cannot stream; these can: adamw_torch, .*sgd"):
+    with pytest.raises(memascend.ConfigError, match=rf"cannot stream optim='{optim}'.*: adamw_torch, .*sgd"):
         memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
     assert trainer.optimizer is None
     assert not (tmp_path / "run.store").exists()
 
 
 def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
-    """A Trainer that has trained keeps no reference to a weight that would prevent offloading."""
+    """A Trainer that has trained in memory keeps no reference to a weight, so its model can be offloaded."""
     trainer = made(tmp_path, "adamw_torch")
     trainer.train()
     trainer.model.zero_grad()
@@ -89,7 +89,7 @@ def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
 
 BEST = {
     "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6, **CONSTANT,
-    # The largest loss counts as the best, so that the best model is not the last one.
+    # The largest loss counts as the best loss, so that the best model is not the last model.
     "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
 }  # fmt: skip
 
@@ -113,8 +113,9 @@ def test_the_best_model_is_loaded_and_a_longer_run_is_refused(tmp_path):
             assert same_results(expected, results(trainer))
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
         assert figures(trainer) == history
-        # The resumed run does not save checkpoint-6 again, which would then have the best weights.
+        # The resumed run must not save checkpoint-6 again, because checkpoint-6 would then have the weights of
+        # checkpoint-2.
         assert before in (None, saved.read_bytes())
     longer = made(tmp_path, "adamw_torch_fused", **BEST | {"max_steps": 8})
-    with pytest.raises(memascend.ConfigError, match=r"max_steps 6 -> 8; .*it has the best weights, those of .*-2,"):
+    with pytest.raises(memascend.ConfigError, match=r"max_steps 6 -> 8.*the store has the best weights, from .*-2,"):
         memascend.trainer.offload(longer, storage=tmp_path / "run.store")

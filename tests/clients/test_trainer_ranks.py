@@ -1,8 +1,8 @@
-"""Tests Trainers of several ranks, started by torchrun and `accelerate launch`: killed, resumed, on fewer ranks.
+"""Tests Trainers of several ranks, which torchrun or `accelerate launch` starts, and which are killed and resumed.
 
 usage: [TRAINED_OPTIONS=JSON] test_trainer_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
 
-RANKS, such as "1" or "0,1", are killed at the end of step STEP.
+At the end of step STEP, the program kills the ranks RANKS, such as "1" or "0,1".
 """
 
 import json
@@ -41,14 +41,14 @@ class Killed(transformers.TrainerCallback):
 
 
 def trained(kind, folder, killed, options):
-    """Returns a Trainer of transformers for "plain", and TRL's SFTTrainer for "supervised"."""
+    """Returns a Trainer of transformers if `kind` is "plain", and TRL's SFTTrainer if `kind` is "supervised"."""
     if kind == "plain":
-        # The model has no dropout, since each rank draws random numbers of its own.
+        # The model has no dropout, because each rank would draw different random numbers.
         return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
     from clients.test_train_killed import SHARED, supervised, texts
 
     SHARED.update(options)
-    # 48 examples fill whole steps.
+    # With 48 examples, each step has the same number of examples.
     return supervised(str(folder / "out"), killed, lambda count=48: texts(count))
 
 
@@ -57,7 +57,8 @@ def main(kind, store, folder, *kill):
     folder = Path(folder)
     options = json.loads(os.environ.get("TRAINED_OPTIONS", "{}"))
     trainer = trained(kind, folder, Killed(*kill), options)
-    # Several ranks clip with "exact" by default, since the bits of torch's norm depend on the number of ranks.
+    # With several ranks, clipping is "exact" by default, since the bits of torch's norm depend on the number of ranks.
+    # The run in one process must clip in the same way.
     memascend.trainer.offload(trainer, storage=store, **({} if trainer.is_fsdp_enabled else {"clipping": "exact"}))
     trainer.train()
     trainer.save_model(str(folder / "model"))
@@ -69,7 +70,7 @@ def main(kind, store, folder, *kill):
 
 
 def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
-    """Trains in a folder, on two ranks, or in one process if `start` is empty; returns the output."""
+    """Trains on two ranks, or in one process if `start` is empty; returns the output."""
     folder.mkdir(exist_ok=True)
     status, output = life(
         [sys.executable, *start, __file__, kind, folder / "run", folder, *kill],
@@ -83,10 +84,11 @@ def run(folder, kind, *kill, start=TORCHRUN, fails=False, **options):
 
 
 def results(folder):
-    """Returns the weights, the last checkpoint's state, and the log."""
+    """Returns the weights, the optimizer state in the last checkpoint, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    # The log's other values depend on the number of ranks: token counts, times, means over an evaluation's batches.
+    # All other values of the log depend on the number of ranks: token counts, times, and means over the batches of an
+    # evaluation.
     compared = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
     log = json.loads((folder / "log.json").read_text())
     return figures, [{name: line[name] for name in compared if name in line} for line in log]
@@ -98,7 +100,8 @@ def assert_same(folder, other):
     for line, its_line in zip(log, its_log, strict=True):
         assert line.keys() == its_line.keys()
         for name, value in line.items():
-            # The Trainer averages the ranks' losses, which rounds differently from one process.
+            # The Trainer averages the losses of the ranks. The average is not rounded as the loss of one process is
+            # rounded.
             assert value == (pytest.approx(its_line[name], rel=1e-6) if "loss" in name else its_line[name]), name
     for one, another in zip(tensors, others, strict=True):
         assert same_states(one, another)
@@ -106,13 +109,13 @@ def assert_same(folder, other):
 
 @pytest.mark.parametrize("kind", ["plain", "supervised"])
 def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
-    """Compares logged norms, weights and the optimizer state in the Trainer's checkpoints; losses up to rounding."""
+    """Logged norms, weights and the checkpoints' optimizer state must be equal. Losses may differ by rounding."""
     run(tmp_path / "one", kind, start=(), gradient_accumulation_steps=4)
     options = {"gradient_accumulation_steps": 2, **FSDP}
     run(tmp_path / "two", kind, "1", "6", fails=True, **options)
     run(tmp_path / "two", kind, "0,1", "8", fails=True, **options)
     run(tmp_path / "two", kind, **options)
-    # A finished training that is started again trains no step.
+    # If a finished training starts again, it computes no further step.
     run(tmp_path / "two", kind, **options)
     assert_same(tmp_path / "two", tmp_path / "one")
 
@@ -121,7 +124,7 @@ def test_another_number_of_ranks_goes_on_from_the_trainers_checkpoint(tmp_path):
     run(tmp_path / "one", "plain", start=(), gradient_accumulation_steps=4)
     run(tmp_path / "ranks", "plain", "1", "6", fails=True, gradient_accumulation_steps=2, **FSDP)
     words = run(tmp_path / "ranks", "plain", start=(), fails=True, gradient_accumulation_steps=2)
-    assert "ranks 2 -> 1, where a step has other examples" in words
+    assert "ranks 2 -> 1, so that a step has other examples" in words
     assert "1 with 4, 2 with 2, 4 with 1" in words
     run(tmp_path / "ranks", "plain", start=(), gradient_accumulation_steps=4)
     assert same_states(*(load_file(tmp_path / name / "model/model.safetensors") for name in ("ranks", "one")))
@@ -137,8 +140,8 @@ def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "several processes without FSDP2 are DDP"),
-        ({"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload of the FSDP settings"),
+        ({}, "several processes without FSDP2 use DDP"),
+        ({"fsdp": True, "fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload in the FSDP settings"),
         (
             {"fsdp": True, "fsdp_config": {"version": 2, "activation_checkpointing": True}},
             "gradient_checkpointing=True",

@@ -1,4 +1,4 @@
-"""Compares peft and TRL with training in memory, and micro-batches by layer with micro-batches one after the other."""
+"""Compares offloaded training of peft and TRL with training in memory, also with micro-batches by layer."""
 
 import datasets
 import peft
@@ -86,9 +86,9 @@ def test_adapters_added_later_are_refused_until_the_model_is_offloaded_anew(tmp_
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "plain.store")
     same = losses[:2] == train(model, optimizer, range(2), loss_of)
     with_adapters = adapted(model)
-    with pytest.raises(memascend.ConfigError, match=r"lora_A.*save\(\).*offload\(\) anew"):
+    with pytest.raises(memascend.ConfigError, match=r"lora_A.*save\(\).*offload\(\) again"):
         train(model, optimizer, range(2, 4), loss_of)
-    # The rejected step changed no value: without the adapters, training continues.
+    # The rejected step changed no value, so training continues once the adapters are removed.
     with_adapters.unload()
     model.requires_grad_(True)
     assert same
@@ -188,7 +188,7 @@ KINDS = {
 
 
 def trained(folder, kind, *, layers):
-    """Returns the results of `run` for a kind, and the metrics of each micro-batch, in order."""
+    """Trains a Trainer of this kind; returns the results of `run`, and the metrics of each micro-batch in order."""
     base, config, make, data, more = KINDS[kind]
     noted = []
 

@@ -8,10 +8,9 @@ import torch
 
 @contextlib.contextmanager
 def deterministic():
-    """Makes torch use deterministic kernels only, and raise for an operation that has none.
+    """Makes torch use deterministic kernels only, and raise an error if an operation has none.
 
-    With `warn_only=True`, torch would compute with a kernel that is not deterministic, and attention would have a
-    backward that is not deterministic.
+    With `warn_only=True`, torch would use kernels that are not deterministic, also in the backward of attention.
     """
     torch.use_deterministic_algorithms(True, warn_only=False)
     try:

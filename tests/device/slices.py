@@ -1,9 +1,10 @@
-"""Runs the GPU tests from a built wheel in slices that resume: no cargo, no network, no set-up.
+"""Runs the GPU tests with a built wheel, in slices of limited time. Needs no cargo, no network and no set-up.
 
     python3 tests/device/slices.py --wheel dist/memascend-*.whl      # repeat until it prints "all done"
 
-The folder --state keeps the outcomes. A slice ends at its time limit; a test that ends the process, or does not end, is
-recorded as failed. Exit status 0: all done, no test failed; 1: all done, some failed; 3: run it again.
+The folder --state keeps the outcomes of tests, and the next slice runs the remaining tests. A test that does not end,
+or that ends the process, is recorded as failed. Exit status: 0 if all tests are done and no test failed, 1 if all tests
+are done and some failed, 3 if tests remain, so that you must run the command again.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# A test that the limit cut off begins once more, as the first test of the next slice.
+# A test that the time limit of a slice has interrupted runs once more, as the first test of the next slice.
 ATTEMPTS_MAX = 2
 ENDS_WITHIN = 15
 
 
 def read(path):
-    """Returns the outcomes of finished tests, and how often each unfinished test was begun."""
+    """Returns the outcomes of finished tests, and how often each unfinished test was started."""
     done, begun = {}, Counter()
     for line in lines(path):
         if "begin" in line:
@@ -51,7 +52,7 @@ def lines(path):
 
 
 def unpacked(wheels, folder):
-    """Unpacks the wheels into `folder`, as an installer would, unless it already has them; returns the folder."""
+    """Unpacks the wheels into `folder`, unless `folder` has the same wheels already; returns `folder`."""
     names = [f"{wheel.name} {wheel.stat().st_size} {wheel.stat().st_mtime_ns}" for wheel in wheels]
     stamp = folder / "wheels.json"
     if not stamp.exists() or json.loads(stamp.read_text()) != names:
@@ -65,7 +66,7 @@ def unpacked(wheels, folder):
 
 
 def environment(site, told):
-    # Imports find memascend in the unpacked wheel, not in the checkout's sources or environment.
+    # Makes Python import memascend from the unpacked wheel, not from the checkout or from installed packages.
     own = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -76,7 +77,7 @@ def environment(site, told):
 
 
 def with_devices():
-    """Returns the files that have GPU tests; other files may import packages that the machine lacks."""
+    """Returns the files with GPU tests. Other files are left out: they may import packages that are not installed."""
     found = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     return sorted({*found, *(ROOT / "tests/device").glob("test_*.py")})
 
@@ -104,7 +105,7 @@ def ended(command, env, log, limit):
 
 
 def tested(options, told, env, until):
-    """Runs tests until all have an outcome or the time is up; True if all have an outcome."""
+    """Runs tests until all have an outcome or the time is up; returns True if all tests have an outcome."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
         "--timeout", str(options.timeout), "-m", "gpu", *map(str, with_devices()),
@@ -117,10 +118,10 @@ def tested(options, told, env, until):
         if any("finished" in line for line in new):
             return True
         if status is not None and not any("begin" in line for line in new):
-            raise SystemExit(f"pytest ended with {status} before a test began: see {options.state / 'tests.log'}")
+            raise SystemExit(f"pytest ended with status {status} and ran no test: read {options.state / 'tests.log'}")
         _, begun = read(told)
         for name, count in begun.items():
-            # This test was running when this process, or an earlier one, ended.
+            # The test `name` was running when this pytest process, or an earlier pytest process, ended.
             if status is None and count < ATTEMPTS_MAX:
                 continue
             how = f"ended the process with {status}"
@@ -132,7 +133,7 @@ def tested(options, told, env, until):
 
 
 def summary(options, told, *, complete):
-    """Writes the outcomes so far to summary.txt; returns the text, and True if a test failed."""
+    """Writes the outcomes so far to summary.txt; returns the text, and whether a test has failed."""
     done, _ = read(told)
     names = next((line["all"] for line in reversed(lines(told)) if "all" in line), [])
     counts = Counter(line["outcome"] for line in done.values())
@@ -153,12 +154,12 @@ def summary(options, told, *, complete):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="memascend's wheel (default: the newest in dist/)")
-    parser.add_argument("--packages", type=Path, help="a folder of wheels of pytest and other missing packages")
-    parser.add_argument("--state", type=Path, default=ROOT / "target/gpu", help="outcomes and logs (target/gpu)")
-    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="copies of both (default: $OUT)")
-    parser.add_argument("--seconds", type=float, default=480, help="the limit of a slice (480)")
-    parser.add_argument("--timeout", type=float, default=300, help="the limit of a test (300)")
-    parser.add_argument("--again", action="store_true", help="drop all outcomes and begin anew")
+    parser.add_argument("--packages", type=Path, help="a folder with wheels of pytest and other missing packages")
+    parser.add_argument("--state", type=Path, default=ROOT / "target/gpu", help="for outcomes and logs (target/gpu)")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="copies --state there (default: $OUT)")
+    parser.add_argument("--seconds", type=float, default=480, help="time limit of a slice in seconds (480)")
+    parser.add_argument("--timeout", type=float, default=300, help="time limit of a test in seconds (300)")
+    parser.add_argument("--again", action="store_true", help="delete all outcomes and start again")
     options = parser.parse_args(arguments)
     until = time.monotonic() + options.seconds
     options.state = options.state.absolute()
@@ -169,7 +170,7 @@ def main(arguments=None):
         [options.wheel] if options.wheel else sorted(ROOT.glob("dist/*.whl"), key=lambda path: path.stat().st_mtime)
     )
     if not wheels or not wheels[-1].is_file():
-        raise SystemExit("there is no wheel: build one with `make wheel`, and carry dist/ here, or pass --wheel")
+        raise SystemExit("no wheel was found: run `make wheel` and copy dist/ to this machine, or pass --wheel")
     others = sorted(options.packages.glob("*.whl")) if options.packages else []
     site = unpacked([wheels[-1], *others], options.state / "site")
     told = options.state / "told.jsonl"
@@ -177,7 +178,7 @@ def main(arguments=None):
     env = environment(site, told)
     sees = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if ended([sys.executable, "-c", sees], env, log, options.seconds):
-        raise SystemExit(f"torch sees no CUDA device, so that every test would be skipped: see {log}")
+        raise SystemExit(f"torch finds no CUDA device, so all tests would be skipped: read {log} and check the driver")
     complete = tested(options, told, env, until)
     text, failed = summary(options, told, complete=complete)
     print(text)

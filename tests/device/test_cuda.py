@@ -40,9 +40,9 @@ def test_the_chunks_are_registered(tmp_path, device):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
-    """Each step has a new stream, which uses units that the last step's stream loaded.
+    """Each step runs on a new stream, and uses units that were loaded on the stream of the previous step.
 
-    The run rewrites a slot only after both streams have used it.
+    The run may rewrite a slot only after both streams have used the slot.
     """
     model, optimizer = begun(tmp_path, device, gradients=gradients, device_memory="1GiB")
     found = []
@@ -58,7 +58,7 @@ def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
 
 
 def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
-    """With room for every unit, a forward and a fused backward only queue work, and do not synchronise."""
+    """If the device has room for all units, a forward and a fused backward only queue work, and do not synchronise."""
     model, optimizer = begun(tmp_path, device, device_memory="1GiB")
     with optimizer:
         losses(model, optimizer, data)
@@ -71,7 +71,10 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
 
 
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):
-    """materialized() puts the parameters in host memory, as not all may fit the device, and then back on the device."""
+    """materialized() moves the parameters to host memory. When the block ends, the parameters are on the device again.
+
+    The device may not have room for all parameters.
+    """
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         first = step(model, optimizer, data[0])
@@ -88,13 +91,16 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
         assert next_token(model, data[1]).item() == expected[1]
 
 
-# Dynamo reads `.grad` of activations, too.
+# Dynamo also reads `.grad` of activations, and torch warns about this.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_attention_kernels(tmp_path, device, dtype, compiled):
-    """Flash attention (in 16 bits) and compiled blocks give the bits of the same model kept whole on the device."""
+    """An offloaded model must have the same bits as a model that stays on the device.
+
+    Models in 16-bit dtypes use flash attention. If `compiled` is true, the blocks are compiled.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def made():
@@ -119,12 +125,12 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
 
 
 def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
-    """A forward within a capture raises, and the run then continues."""
+    """A forward during a capture must raise an error, and the run must then continue."""
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            # torch warns of an empty graph: capture one operation.
+            # torch warns if a graph is empty, so the graph captures one operation.
             data[0].add(1)
             with pytest.raises(memascend.UsageError, match="CUDA graph"):
                 next_token(model, data[0])
@@ -132,7 +138,10 @@ def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
 
 
 def test_other_code_is_captured_while_units_come(tmp_path, device, data, expected):
-    """The staging thread queries its copies all the time, which must not end another thread's capture."""
+    """The staging thread queries its copies all the time.
+
+    These queries must not end the capture of another thread.
+    """
     model, optimizer = begun(tmp_path, device)
     x = torch.ones(1024, device=device)
     with optimizer:
@@ -161,7 +170,7 @@ from pathlib import Path
 data = [part.cuda() for part in tokens(torch.Generator().manual_seed(2))]
 model, optimizer = begun(Path(sys.argv[1]), "cuda")
 losses(model, optimizer, data)
-# This index fails an assertion on the device: from here on the context is lost.
+# This index fails an assertion on the device. From here on, the CUDA context is lost.
 torch.zeros(4, device="cuda")[torch.tensor([99], device="cuda")]
 try:
     step(model, optimizer, data[0])
@@ -189,7 +198,10 @@ def test_a_device_that_is_not_there(tmp_path):
 
 
 def test_a_larger_model_than_the_budget(tmp_path, device):
-    """With 200 MB of weights, torch allocates only the budget, activations and the workspace of matrix products."""
+    """The weights have 200 MB, which is more than the device budget.
+
+    torch must allocate only the budget, the activations, and the workspace of matrix products.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(24))).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

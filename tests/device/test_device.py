@@ -1,4 +1,4 @@
-"""Tests a model on a device: where its tensors are, moves, failures of the device, and the rejection of CUDA graphs."""
+"""Tests a model on a device: the device of its tensors, failures of the device, and rejected CUDA graphs."""
 
 import contextlib
 
@@ -18,7 +18,8 @@ from memascend.device.unit_memory import DeviceUnits
 def begun(folder, device, **options):
     torch.manual_seed(1)
     folder.mkdir(exist_ok=True)
-    # A simulated device computes nothing, so its results may not be finite: "commit" accepts them.
+    # A simulated device computes nothing, so gradients may not be finite. With `nonfinite="commit"`, step() accepts
+    # gradients that are not finite.
     options = {"gradients": "fused", "device": device, "nonfinite": "commit", **options}
     return offloaded(folder / "run.store", Stack(), **options)
 
@@ -38,7 +39,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
         assert parameter.device == device
         assert parameter.get_device() == device.index
         assert parameter.is_cpu is False
-        # A Trainer makes this call, which must change nothing.
+        # A Trainer calls `model.to(device)`. This call must change nothing.
         assert model.to(device) is model
         assert parameter.to(device) is parameter
         with pytest.raises(memascend.UsageError, match="cannot be moved"):
@@ -57,7 +58,10 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
 
 
 def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
-    """Only the index grows with the number of blocks; the queue depends on the largest parameter, equal in both."""
+    """Of all parts of the host memory, only the index grows with the number of blocks.
+
+    The size of the queue depends on the largest parameter, which has the same size in both models.
+    """
     plans = []
     for blocks in (4, 16):
         model = chain(blocks, bias=True)
@@ -74,7 +78,8 @@ def test_state_dicts_are_on_the_host(tmp_path, device, data):
         state = model.state_dict()
         assert {name: value.device.type for name, value in state.items()} == dict.fromkeys(state, "cpu")
         before = optimizer.state_of(model.head.weight)
-        # Equal bits leave the masters unchanged; other values are written, even from the device.
+        # Loading equal values leaves the fp32 master weights unchanged. Loading other values changes the weights, also
+        # if these values are on the device.
         model.load_state_dict(state)
         assert all(torch.equal(value, before[name]) for name, value in optimizer.state_of(model.head.weight).items())
         model.load_state_dict({**state, "head.weight": torch.ones_like(state["head.weight"]).to(device)})
@@ -109,8 +114,9 @@ def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant
 def test_no_memory_for_the_units(tmp_path, device):
     """offload() raises an error that names device_memory, and changes nothing."""
     torch.manual_seed(1)
-    # The layers are larger than the blocks of torch's allocator (2 MiB for requests below 1 MiB, 20 MiB below 10 MiB):
-    # a small model could find room in a block that torch had allocated before the limit.
+    # torch's allocator allocates blocks of 2 MiB for requests below 1 MiB, and blocks of 20 MiB for requests below 10
+    # MiB. A small model could fit into a block that torch had allocated before the limit was set, so each layer has 16
+    # MiB.
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(2)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.cuda.empty_cache()
@@ -137,7 +143,7 @@ def test_a_registration_that_was_refused_is_reported(tmp_path, device, monkeypat
 
 @pytest.mark.parametrize("way", ["bring", "take", "mark"])
 def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
-    """Any failure of the device raises a DeviceError, and the last commit opens again."""
+    """If a call to the device fails, step() must raise a DeviceError. The run then resumes from its last commit."""
     model, optimizer = begun(tmp_path, device)
     there = optimizer._session.run.resources.units.device
     losses(model, optimizer, data)
@@ -162,7 +168,10 @@ def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 def test_a_stream_that_is_being_captured(tmp_path, device, data, gradients, monkeypatch):
-    """During a capture, a forward, backward, step() or read of a weight raises; after it the same step works."""
+    """During a capture, a forward, a backward, step() and a read of a weight must raise an error.
+
+    After the capture, the same step must work.
+    """
     model, optimizer = begun(tmp_path, device, gradients=gradients)
 
     def captured(call):

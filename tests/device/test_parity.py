@@ -1,7 +1,7 @@
-"""Tests whole training runs with the model on a device: state in host memory and offloaded state give equal bits.
+"""Tests training runs of a model on a device: offloaded state must give the same bits as state in host memory.
 
-Both runs compute the model with the same kernels and the update on the CPU, so nothing may differ. With micro-batches
-by layer, each backward runs in a thread of its own.
+Both runs compute the model with the same kernels on the device, and the updates on the CPU. So all results must be
+equal. If micro-batches run by layer, each backward runs in its own thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import memascend
 
 
 class OnHost(Reference):
-    """The reference for a device: updates copies of the parameters in host memory, and copies them back."""
+    """The reference run: updates copies of the parameters in host memory, and copies the results to the device."""
 
     def __init__(self, original, **options):
         torch.optim.Optimizer.__init__(self, original.param_groups, original.defaults)
@@ -48,7 +48,7 @@ class OnHost(Reference):
             twin.update({key: value for key, value in group.items() if key != "params"})
         for p, twin in self.twins.items():
             twin.grad = None if p.grad is None else p.grad.cpu()
-        # Creates the update's tensors on the CPU, although `on_device` makes the device torch's default.
+        # Creates the tensors of the update on the CPU. `on_device` has made the device torch's default device.
         with torch.device("cpu"):
             self.host.step()
         for p, twin in self.twins.items():
@@ -100,7 +100,10 @@ def reference(case, device):
 
 
 def offloaded(case, device, gradients, folder, ram_tier=None):
-    """Runs the case offloaded in the smallest budgets that errors name; options in `ram_tier` keep all state in RAM."""
+    """Runs the case offloaded. Begins with budgets that are too small, then uses the budgets that the errors name.
+
+    If `ram_tier` is given, its options keep all state in RAM.
+    """
     budgets = {"host_memory": 1, "device_memory": 1, **(ram_tier or {})}
     options = {"storage": folder / "run.store", "existing": "replace", "gradients": gradients, "device": device}
     taken = []
@@ -123,7 +126,7 @@ def offloaded(case, device, gradients, folder, ram_tier=None):
         assert report["device"]["peak"] <= report["device"]["budget"], report["device"]
         assert bool(optimizer.plan.ram_tier) == bool(ram_tier)
 
-    # The first step may need more memory than a plan can know.
+    # The first step may need more memory than the plan predicted. Then an error names a larger budget for the next try.
     for _ in range(BUDGETS_MAX):
         try:
             return played(case, device, take, read)
@@ -132,7 +135,7 @@ def offloaded(case, device, gradients, folder, ram_tier=None):
         finally:
             for _, optimizer in taken:
                 optimizer.close()
-    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, though errors named each as the smallest")
+    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, although an error named each budget as one that works")
 
 
 def check(case, device, gradients, folder, ram_tier=None):
@@ -140,15 +143,15 @@ def check(case, device, gradients, folder, ram_tier=None):
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:20])
 
 
-# Cases whose loops contain the name of the CPU and so cannot run on a device.
+# Cases whose loops name the device "cpu", so they cannot run on another device.
 OF_THE_CPU = ("autocast", "grad-scaler", "grad-scaler-clip")
-# Cases of `OTHERS_BY_LAYER` that run here, each for a different difficulty.
+# The cases of `OTHERS_BY_LAYER` that run here. Each case tests a different difficulty.
 CHOSEN = (
     *("by-layer-checkpointed", "by-layer-checkpointed-reentrant", "by-layer-idle-experts", "by-layer-t5"),
     *("by-layer-lora", "by-layer-qwen2-tied-bf16", "by-layer-repeated-layers-bf16", "by-layer-frozen"),
 )
 WHOLE = [case for case in [*LOOPS, *OPTIMIZERS, *PLAIN, *TRANSFORMERS] if case.name not in OF_THE_CPU]
-# `OnHost` cannot keep its state in formats of 16 or 8 bits.
+# `OnHost` cannot keep optimizer state in formats of 16 or 8 bits.
 BY_LAYER = [case for case in ALL_BY_LAYER if "state" not in case.options]
 
 
@@ -159,7 +162,10 @@ def cases():
 
 
 def held():
-    """Yields each case with all state in RAM, one mode of gradients and one durability."""
+    """Yields each case once, with all state in RAM.
+
+    The mode of gradients and the durability depend on the case's name, so that the cases together test all of them.
+    """
     for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())
         gradients, durability = case.gradients[turn % len(case.gradients)], ("none", "step")[turn // 4 % 2]
@@ -170,9 +176,10 @@ def held():
         yield pytest.param(case, gradients, options, id=name, marks=case.marks)
 
 
-# torch warns of slower gradients: the placeholder of an offloaded parameter does not have the strides of its values.
+# torch warns that gradients may be slow, because the placeholder of an offloaded parameter has other strides than the
+# parameter's values.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
-# cuDNN warns that it copies RNN weights together: materialized parameters have no contiguous memory in common.
+# cuDNN warns that it copies RNN weights into one block of memory, because materialized parameters do not share a block.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize(("case", "gradients", "options"), [*cases(), *held()])
 def test_the_same_bits(case, gradients, options, device, tmp_path):

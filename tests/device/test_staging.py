@@ -1,4 +1,4 @@
-"""Tests how units reach a device and gradients leave it: the arena's slots, staging, gradient windows."""
+"""Tests the copies of units to a device and of gradients from the device: slots, staging, gradient windows."""
 
 import gc
 from functools import partial
@@ -69,7 +69,7 @@ def test_a_view_keeps_a_slot(there):
     assert bool((view.cpu() == 7).all())
     del view
     assert arena.free_slots(9_000) == 1
-    with pytest.raises(ConfigError, match="12000 bytes are more than"):
+    with pytest.raises(ConfigError, match="a lease of 12000 bytes is larger"):
         arena.lease(12_000, 0)
 
 
@@ -77,7 +77,10 @@ def test_a_view_keeps_a_slot(there):
 
 
 def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
-    """If a unit is dropped before its copy, the slot's next copy still waits for the work that used the slot before."""
+    """A unit is dropped before it is copied into its slot.
+
+    The next copy into the slot must still wait for the work that used the slot before.
+    """
     base = leased(arena, updates)
     arena.used(base)
     del base
@@ -88,13 +91,16 @@ def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
         del coming
     del base
     gc.collect()
-    # Each slot has the mark of its memory; the used slot has a second mark.
+    # Each slot has a mark from the allocation of its memory. The slot that was used has a second mark.
     assert sorted(len(arena.after(base)) for base in [leased(arena, updates) for _ in range(2)]) == [1, 2]
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_threads_that_check(there, arena, updates, tmp_path, threads):
-    """Any number of checkers gives the same units; wait() raises if a unit is damaged, before any code can use it."""
+    """Any number of checker threads gives the same units.
+
+    If a unit is damaged, `wait()` raises an error before any code can use the unit.
+    """
     checkers = engine.Checkers(threads)
     assert checkers.threads == threads
     parts_of = partial(updates.parts, checkers=checkers)
@@ -128,7 +134,7 @@ def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeyp
 
 
 def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
-    """A copy that fails after it was queued ends the staging thread; each wait() raises instead of hanging."""
+    """A queued copy that fails ends the staging thread. Each later `wait()` must raise an error instead of hanging."""
     staging = Staging(there, [pages(16 << 10)], updates.parts, arena.after)
     base = leased(arena, updates)
     lost = SimpleNamespace(done=lambda: 1 / 0, wait=lambda: 1 / 0)
@@ -162,7 +168,7 @@ def test_closing_ends_it(there, updates, arena):
 
 
 def test_gradients_are_lent_in_windows(store, there, tmp_path):
-    """A gradient that passes through five windows gives the same bits as one in host memory."""
+    """A gradient that passes through five windows must give the same bits as a gradient in host memory."""
     gradient = torch.randn(ELEMENTS // 2)
     values = store.read("first.0")[0]
     record = engine.Record(name="first.0", values=values, state=engine.adam_state(values))

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from device.slices import read
 
-# Messages of errors that lose the CUDA context: no later test in the same process could pass.
+# Messages of errors after which the CUDA context is lost. No later test in the same process could pass.
 LOST = ("CUDA error", "illegal memory access", "device-side assert")
-# Packages that tests import but a GPU machine may lack; such tests are skipped.
+# Packages that tests import, and that may be missing on a GPU machine. A test whose package is missing is skipped.
 OTHERS = {"accelerate", "hypothesis", "matplotlib", "numpy", "peft", "transformers"}
 
 
 def skipping():
-    """Skips a test that fails to import one of `OTHERS`, if the machine lacks that package."""
+    """Skips a test that fails because one of the packages in `OTHERS` is not installed."""
     try:
         return (yield)
     except ModuleNotFoundError as error:
@@ -28,7 +28,7 @@ def skipping():
 
 
 class Told:
-    """The plugin; `done` has the logged outcomes, `begun` counts the beginnings of tests without an outcome."""
+    """The plugin. `done` has the logged outcomes. `begun` counts the starts of each test that has no outcome."""
 
     def __init__(self, path):
         self.path = path
@@ -50,7 +50,7 @@ class Told:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    # Runs last, when marks have deselected tests.
+    # `trylast` makes this hook run after pytest has deselected tests by their marks.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
         self.write(all=[item.nodeid for item in items])

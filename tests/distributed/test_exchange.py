@@ -1,4 +1,4 @@
-"""Tests the rendezvous of ranks, their exchange of messages and commits, and which ranks errors name as missing."""
+"""Tests the rendezvous of ranks, the exchange of messages and commits, and errors that name missing ranks."""
 
 import contextlib
 import functools
@@ -28,11 +28,11 @@ TIMEOUT = 8.0
 
 
 def agrees(_):
-    """Exchanges values between all ranks, and adds integers exactly, even if they do not fit into a `Word`."""
+    """Exchanges values between all ranks, and adds integers exactly, even integers that do not fit into a `Word`."""
     exchange, (rank, count) = Exchange(TIMEOUT), position()
     assert exchange.all_gather("the same", ["one", None, 1.5]) == [["one", None, 1.5]] * count
-    # The first sum fits into a `Word`. The second number fits, but its sum over the ranks does not. The third number
-    # does not fit.
+    # The first number and its sum over the ranks fit into a `Word`. The second number fits, but its sum does not. The
+    # third number does not fit.
     for number in (1 << 700, 6 * 10**458, 1 << 7000):
         sums, more = exchange.add([rank, number]), exchange.add([-1])
         exchange.all_gather("the same", None)
@@ -50,11 +50,14 @@ def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
 @pytest.mark.parametrize("hangs", [True, False])
 @ranks(7)
 def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(folder, hangs):  # noqa: ARG001
-    """All other ranks name rank 3, which is late or absent, although they arrive at different times themselves."""
+    """Rank 3 is late or does not come. All other ranks must name rank 3 in their errors.
+
+    The other ranks arrive in time, but at different times.
+    """
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     began = time.monotonic()
-    # Rank 0 has waited for half of the timeout when rank 6 arrives. All ranks raise even if rank 3 is only late and
-    # every message arrives in the end.
+    # Rank 0 has waited for half of the timeout when rank 6 arrives. Even if rank 3 is only late, so that every message
+    # arrives in the end, all ranks must raise an error.
     time.sleep(TIMEOUT * ((2.5 if hangs else 0.83) if rank == 3 else rank / 12))
     if rank == 3 and hangs:
         return
@@ -69,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
 )
 @ranks(6)
 def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apart):  # noqa: ARG001
-    """Ranks of several replicas stage the same rows; the error on all ranks names the ranks whose digests differ."""
+    """Several ranks stage the same rows. The error on all ranks names the ranks whose digests differ."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
     agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))
@@ -82,13 +85,14 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apa
             agreement.commit(lambda _, agree: agree() or 1)
             assert agreement.number == 1
     finally:
-        # `close` waits until this rank's last message is sent. Otherwise this process might end before that.
+        # `close` waits until this rank's last message is sent. Without `close`, the process might end before the
+        # message is sent.
         exchange.close()
 
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
-    """If a connection closes, gloo's `wait` may raise although the message has arrived: the message must count."""
+    """When a connection closes, gloo's `wait` may raise although the message has arrived. The message must count."""
     text = control_plane._padded('[1, "value", null, "first", [], 0.0]')
 
     class Work:
@@ -105,22 +109,23 @@ def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arr
     monkeypatch.setattr(distributed, "isend", lambda *_, **__: Work(None))
     exchange, lost, room = object.__new__(Exchange), {}, control_plane._room()
     exchange._move(None, {1: room}, {1: text}, lost, time.monotonic() + 1)
-    assert lost == ({} if arrived else {1: "its process ended, or its connection"})
+    assert lost == ({} if arrived else {1: "its process or its connection ended"})
     exchange.timeout = TIMEOUT
     monkeypatch.setattr(control_plane, "Word", lambda *words: words)
     lost_word = control_plane._LOST_WORD
     assert (exchange._received(None, 1) == lost_word) is not arrived
 
 
-# --- missing ranks, and ranks that left because of others ----------------------------------------------
+# --- missing ranks, and ranks that left because of other ranks -----------------------------------------
 
 SECONDS = 60.0
 
 
 class Words:
-    """Stands in for torch's store; it has notes of the ranks that left, and each note blames other ranks.
+    """Stands in for torch's store. The store has a note of each rank that left, and the note blames other ranks.
 
-    `said`: by rank that left, the ranks that it blames. `late`: ranks whose notes are missing at the first `check`.
+    `said` maps each rank that left to the ranks that its note blames. `late` are ranks whose notes are missing at the
+    first `check`.
     """
 
     def __init__(self, said, late=()):
@@ -139,7 +144,10 @@ class Words:
 
 @pytest.fixture
 def rank_0_of_5(monkeypatch):
-    """Returns a function that makes rank 0's `Meeting` with four other ranks, for the store that it is given."""
+    """Returns a function that makes the `Meeting` of rank 0 with four other ranks.
+
+    The function's argument stands in for torch's store.
+    """
     monkeypatch.setattr(distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 5)
     monkeypatch.setattr(groups, "meet", lambda *_: "keys/0")
@@ -188,7 +196,7 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
 
 
 def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
-    """Torch's store is in rank 0's process: if that process hangs, the store hangs, too."""
+    """Torch's store is in the process of rank 0. If this process hangs, the store does not answer."""
     over = threading.Event()
     store = Mock(**dict.fromkeys(("check", "get", "set", "add", "wait"), hang(over)))
     with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
@@ -198,9 +206,10 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 
 @ranks(3)
 def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
-    """Rank 1 leaves once rank 0 has rank 1's message.
+    """Rank 1 sends its message only to rank 0, and leaves once rank 0 has received the message.
 
-    Rank 2 never gets this message, and leaves, too. Both leave before rank 0 calls `all_gather("second")`.
+    Rank 2 never gets the message of rank 1, and leaves as well. Ranks 1 and 2 leave before rank 0 calls
+    `all_gather("second")`.
     """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if rank == 0:
@@ -225,7 +234,8 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
         _await(folder, *(["heard"] if rank == 1 else []))
     exchange.close()
     Path(folder, f"left-{rank}").touch()
-    # All processes stay alive until rank 0 is done: a rank notices another rank's leaving only by closed connections.
+    # All processes stay alive until rank 0 is done. So only a closed connection can show rank 0 that another rank has
+    # left.
     _await(folder, "left-0")
 
 
@@ -239,9 +249,10 @@ def _await(folder, *names):
 @pytest.mark.parametrize("kind", ["gather", "move"])
 @ranks(4)
 def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folder, kind):
-    """All ranks name rank 3, which left. Rank 1 is no neighbour of rank 3 in gloo's ring: other ranks notify rank 1.
+    """Rank 3 leaves, and all other ranks must name rank 3 in their errors.
 
-    No process ends before all ranks have closed their groups.
+    Rank 1 is not a neighbour of rank 3 in gloo's ring, so other ranks must notify rank 1. No process ends before all
+    ranks have closed their groups.
     """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if kind == "move":
@@ -267,7 +278,10 @@ def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folde
 
 
 def meet_all(store, ranks, count=3, seconds=SECONDS):
-    """Starts `rendezvous.meet` for one of `ranks` after the other, in threads; returns each rank's prefix or error."""
+    """Calls `rendezvous.meet` for each of `ranks` in a separate thread, and starts the threads one after the other.
+
+    Returns the key prefix or the error of each rank.
+    """
     found = {}
 
     def run(rank):
@@ -280,7 +294,7 @@ def meet_all(store, ranks, count=3, seconds=SECONDS):
     for rank in ranks:
         threads.append(threading.Thread(target=run, args=(rank,)))
         threads[-1].start()
-        # Meanwhile the ranks that have started see the keys of the earlier attempt.
+        # Waits before the next rank starts, so that the ranks that have started see only keys of an earlier attempt.
         time.sleep(5 * rendezvous.LOOK_SECONDS)
     for thread in threads:
         thread.join()
@@ -358,4 +372,6 @@ def test_the_limit_of_open_files_is_raised_or_named_on_all_ranks(monkeypatch, mo
     assert limits == [(64, 100)]
     for error in found.values():
         assert isinstance(error, ConfigError), error
-        assert re.search(r"a process may have 100 files open here: run `ulimit -Hn \d+ && ulimit -n \d+`", str(error))
+        assert re.search(
+            r"a process may have only 100 files open here: run `ulimit -Hn \d+ && ulimit -n \d+`", str(error)
+        )

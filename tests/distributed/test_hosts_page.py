@@ -1,4 +1,4 @@
-"""Runs every command of docs/hosts.md unchanged, and the program of docs/gpus.md, on hosts that are namespaces."""
+"""Runs every command of docs/hosts.md unchanged, and the program of docs/gpus.md, on simulated hosts."""
 
 import contextlib
 import json
@@ -22,8 +22,8 @@ GPUS, PAGE = ((DOCS / name).read_text() for name in ("gpus.md", "hosts.md"))
 NAMES = ("start", "train", "addresses", "slurm", "drives", "replicas", "restarts", "fewer", "checkpoint")
 COMMANDS = dict(zip(NAMES, re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), strict=True))
 
-# A `sitecustomize` for hosts without a GPU, where accelerate needs --use_cpu. The page's command is for GPUs and lacks
-# this option.
+# A `sitecustomize` for hosts without a GPU, where accelerate needs the option --use_cpu. The command on the page is for
+# GPUs, and does not have this option.
 AS_IF_ON_GPUS = """
 import os
 if "LOCAL_RANK" in os.environ:
@@ -36,7 +36,7 @@ if "LOCAL_RANK" in os.environ:
 
 
 def lines(name):
-    """Returns the commands of a block, each with its host: "host0" or "each host"."""
+    """Returns the commands of a block, each with the name of its host, such as "host0", or "each host"."""
     found = re.findall(r"(.*?)  # on (host\d|each host)\n", COMMANDS[name], re.DOTALL)
     assert "".join(f"{line}  # on {host}\n" for line, host in found) == COMMANDS[name]
     return found
@@ -48,7 +48,7 @@ def start(hosts, name, **more):
 
 
 def end(running, status=0):
-    """Waits until commands end, requires their exit status, and returns their outputs as one text."""
+    """Waits until the commands end; requires that each exit status is `status`; returns all outputs as one string."""
     ends = [one.ended() for one in running]
     output = "\n".join(output for _, output in ends)
     assert [found for found, _ in ends] == [status] * len(ends), output
@@ -57,7 +57,7 @@ def end(running, status=0):
 
 @contextlib.contextmanager
 def made(folder, count=2):
-    """Makes hosts whose shared folder has the page's program."""
+    """Makes simulated hosts, and puts the program of docs/gpus.md into the folder that the hosts share."""
     folder.mkdir(exist_ok=True)
     with Hosts(folder, count) as hosts:
         (folder / "shared/train.py").write_text(PROGRAM)
@@ -72,7 +72,7 @@ def hosts(tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Runs the page's program in one process; returns the files of its last checkpoint."""
+    """Runs the program of docs/gpus.md in one process; returns the files of its last checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
     with made(folder, count=1) as host:
         end([host.start(0, "torchrun --nproc-per-node 1 train.py --storage run")])
@@ -85,7 +85,7 @@ def saved(hosts):
 
 
 def begun_at(output):
-    """Returns the first step of the last start of the program that `output` shows."""
+    """Returns the step at which the program's last start began, as printed in `output`."""
     return int(re.findall(r"begins at step (\d+)", output)[-1])
 
 
@@ -100,7 +100,8 @@ def test_a_run_that_lost_a_rank_continues_on_fewer_hosts(hosts, alone):
     running = start(hosts, "start")
     running[0].wait_for("step 7\n")
     os.kill(hosts.ranks(1)[3], signal.SIGKILL)
-    # torchrun then ends rank 2 on the same host, too. If rank 2 had not answered yet, the error also names it.
+    # torchrun then also ends rank 2, which is on the same host. If rank 2 had not answered by then, the error also
+    # names rank 2.
     assert re.search("RankError: (rank 2, )?rank 3 ", end(running, 1))
     assert begun_at(end(start(hosts, "fewer"))) >= 7
     assert saved(hosts) == alone
@@ -116,7 +117,8 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     make_model(folder / "llama", "float32")
     config = json.loads((folder / "llama/config.json").read_text())
     (folder / "llama/config.json").write_text(json.dumps({**config, "attention_dropout": 0.0}))
-    # Each of four ranks takes a batch of 8, and one process accumulates four batches: a step has the same examples.
+    # In each step, each of the four ranks takes a batch of 8 examples. The single process accumulates four batches of 8
+    # examples, so its steps have the same examples.
     rows = [{"prompt": "What is it?", "completion": f"It is {number}."} for number in range(32)]
     write_rows(folder / "rows.jsonl", rows)
     (folder / "fsdp.json").write_text(re.search(r"`([^`]*)` into `fsdp\.json`", GPUS)[1])
@@ -125,7 +127,7 @@ def test_train_on_two_hosts_has_the_bits_of_one_process(hosts, tmp_path):
     end(start(hosts, "train", PYTHONPATH=path))
     line, _ = lines("train")[0]
     command = line[line.index("-m memascend") :].split(" --fsdp ")[0].replace("--output trained", "--output alone")
-    # Several ranks clip by the exact norm by default, so the single process needs the option.
+    # Several ranks clip by the exact norm by default. A single process needs the option `--clipping exact` for this.
     command = command.replace("llama.run/", "alone.run") + " --gradient_accumulation_steps 4 --clipping exact"
     end([hosts.start(0, f"python {command}")])
     found, expected = (load_file(folder / name / "model.safetensors") for name in ("trained", "alone"))
@@ -152,9 +154,9 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     hosts.connect(dead, "down")
     hosts.kill(dead)
     _, output = running[1 - dead].ended()
-    # 20 s is the page's timeout; the processes get 30 s more to end.
+    # 20 s is the timeout in the commands of the page. The processes may take 30 s more to end.
     assert time.monotonic() - began < 20 + 30
-    # torch's store is on host0: without the store, ranks cannot look up why a neighbour left.
+    # torch's store is on host0. If host0 is down, the other ranks cannot look up why a rank left.
     named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"
     assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
     hosts.connect(dead, "up")
@@ -168,7 +170,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
 
 
 def lose_drive(hosts, name):
-    """Starts the run of block `name`, kills the second host, and then removes the store on this host's second drive."""
+    """Starts the commands of block `name`, kills host1, and then removes the store on the second drive of host1."""
     running = start(hosts, name)
     running[0].wait_for("step 7\n")
     hosts.kill(1)
@@ -179,8 +181,8 @@ def lose_drive(hosts, name):
 def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     lose_drive(hosts, "drives")
     told = end(start(hosts, "drives"), 1)
-    assert "rank 3: holds no store, and others do" in told
-    assert "existing='replace' on all ranks to begin anew, with checkpoint=FOLDER at the step" in told
+    assert "rank 3: holds no store, and other ranks do" in told
+    assert "existing='replace' on all ranks to begin a new run; give also checkpoint=FOLDER" in told
     assert begun_at(end(start(hosts, "checkpoint"))) == 5
     assert saved(hosts) == alone
 
@@ -189,7 +191,7 @@ def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
     lose_drive(hosts, "replicas")
     output = end(start(hosts, "replicas"))
     assert begun_at(output) >= 7
-    assert "rank 3 had no store: it was filled from that of rank 1" in output
+    assert "rank 3 had no store: its new store was filled from the store of rank 1" in output
     assert saved(hosts) == alone
 
 
@@ -205,7 +207,7 @@ def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
 
 
 def test_slurms_line_starts_a_run(hosts, alone, tmp_path):
-    """Replaces Slurm's programs: `srun` runs its command on the host that called it; `scontrol` lists both hosts."""
+    """Replaces Slurm's programs. `srun` runs its command on the host that calls `srun`. `scontrol` lists both hosts."""
     programs = {
         "srun": 'test "$1 $2 $3 $4" = "--nodes 2 --ntasks-per-node 1" && shift 4 && exec "$@"',
         "scontrol": 'test "$*" = "show hostnames host[0-1]" && echo host0 && echo host1',

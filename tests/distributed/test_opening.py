@@ -1,4 +1,4 @@
-"""Tests at which commit several ranks open their stores, and that a store opens only for its own rank, run and host."""
+"""Tests the choice of the commit that all ranks open. Tests that a store opens only for its own rank, run and host."""
 
 import json
 import shutil
@@ -25,7 +25,10 @@ RUNS = {1: "0" * 32, 2: "2" * 32, 3: "3" * 32, 4: "4" * 32}
 
 
 def store(count, *numbers):
-    """Returns the `seen_at` of a store of `count` ranks whose roots name the commits `numbers`, newest first."""
+    """Returns what `seen_at` returns for one store of a run with `count` ranks.
+
+    The roots of the store name the commits with `numbers`, the newest first.
+    """
     commits = [{"run": RUNS[count], "number": number, "identity": f"{number:032x}", "ranks": 0} for number in numbers]
     return {"there": True, "filled": bool(commits), "commits": commits, "damage": None, "error": None}
 
@@ -33,12 +36,12 @@ def store(count, *numbers):
 @pytest.mark.parametrize("last", [(3, 2), (4, 3), (9,)])
 @pytest.mark.parametrize("count", [1, 3])
 def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last, count):
-    with pytest.raises(ConfigError, match=f"several runs.*rank {count}: is of run 44444444"):
+    with pytest.raises(ConfigError, match=f"several runs.*rank {count}: run 44444444"):
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
 
 
 def chosen(shards, each):
-    """Returns the opening that `choose` makes on rank 0 if the ranks see the stores `each`."""
+    """Returns the result of `choose` on rank 0, if rank N finds the store `each[N]`."""
     told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
     exchange = SimpleNamespace(rank=0, all_gather=lambda about, _: told[about])
     return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
@@ -47,9 +50,9 @@ def chosen(shards, each):
 @pytest.mark.parametrize(
     ("shards", "each", "number", "lost"),
     [
-        # Rank 1's store was filled but not verified: its commit of the run has the number 0.
+        # Rank 1's store was filled from another store, but was not verified. So its commit has the number 0.
         (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
-        # The second replica, ranks 2 and 3, took no part in the last step.
+        # The ranks 2 and 3, which are the second replica, took no part in the last step.
         (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),
         # All ranks were killed when only ranks 0 and 3 had written the root of commit 3.
         (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
@@ -61,7 +64,7 @@ def test_replicas_fill_stores_that_are_not_whole_or_were_left_out_of_a_step(shar
 
 
 def test_replicas_that_missed_more_than_one_step_are_refused_with_a_remedy():
-    with pytest.raises(ConfigError, match=r"no commit is there on every rank.*move away"):
+    with pytest.raises(ConfigError, match=r"no commit is on all ranks.*move away"):
         chosen(2, [*[store(2, 5, 4)] * 2, *[store(2, 3, 2)] * 2])
 
 
@@ -71,7 +74,10 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 
 
 def stores(count, *each, said=None):
-    """Returns the `Stores` of `count` ranks. `each` has their stores, or None; `said` describes each store."""
+    """Returns the `Stores` of a run with `count` ranks.
+
+    For each rank, `each` has the rank's store, or None if the store is missing. All stores have the description `said`.
+    """
     seen = {rank: {**one, "description": said} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
@@ -97,17 +103,19 @@ ZEROS = {**store(4), "there": False, "filled": True}
         (stores(4, *[store(4, 9, 8)] * 4), [4]),
         # Rank 3 had made one more commit than the other ranks.
         (stores(4, *[store(4, 9, 8)] * 3, store(4, 10, 9)), [4]),
-        # The stores of the other ranks were removed, or are being replaced.
+        # Only rank 2's old store still has a commit. The old stores of the other ranks were removed, or are being
+        # replaced.
         (stores(4, None, None, store(4, 9, 8), None), [4]),
         (stores(4, store(4), ZEROS, store(4, 9, 8), None), [4]),
-        # The old stores have a different commit than the new stores name (a copy may), or are of a different run.
+        # The new stores name commit 9 of a run with four ranks. The first old stores have only commits 8 and 7, like an
+        # older copy of the run. The second old stores belong to a different run.
         (stores(4, *[store(4, 8, 7)] * 4), []),
         (stores(4, *[store(2, 9, 8)] * 4), []),
     ],
 )
 def test_new_stores_stand_for_what_they_name(old, outlived):
     assert list(superseded_by([old, new(said(identity(4, 9)))])) == outlived
-    # The new stores do not name the old ones.
+    # If the new stores do not name the old stores, the old stores are not superseded.
     assert not superseded_by([old, new(said())])
     assert not superseded_by([old, new(None)])
 
@@ -119,11 +127,12 @@ def test_stores_of_which_one_is_missing_stand_for_none(last):
 
 
 def test_stores_stand_for_all_that_those_had_outlived():
-    """The run had one process, then two ranks, then three. One of the two ranks' stores is missing."""
+    """The run had one process, then two ranks, then three. Of the two ranks' stores, rank 0's store is missing."""
     two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
     three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
     assert sorted(superseded_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
-    # If the store of the single process has a newer step than the others name, no other store has replaced it.
+    # Now the store of the single process has step 8. The stores of two and three ranks name step 7 of this store, so
+    # they do not supersede step 8.
     assert list(superseded_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
 
 
@@ -132,12 +141,13 @@ def test_stores_stand_for_all_that_those_had_outlived():
     [
         ([store(2), store(2)], True, [0, 1]),
         ([store(2, 1), store(2)], True, [1]),
-        # Rank 0 has the second commit, so all ranks have made the first one: rank 1's store is damaged.
+        # Rank 0 has the second commit, so all ranks have made the first commit. Rank 1's store has no commit, so this
+        # store is damaged.
         ([store(2, 2, 1), store(2)], False, [1]),
         ([store(2, 2, 1), {**store(2), "there": False, "filled": True}], False, [1]),
         ([store(2, 2, 1), None], False, [1]),
         ([store(2, 1), store(2, 1)], False, []),
-        # A file that is no store counts as filled: it is not missing.
+        # Rank 1's file is not a store. The file counts as filled, so rank 1's store does not count as missing.
         ([store(2, 2, 1), {**store(2), "filled": True, "error": "no memascend store"}], False, []),
     ],
 )
@@ -152,7 +162,10 @@ HOST = socket.gethostname()
 
 
 class Talk:
-    """The shared part of all `Talker`s: here threads, which stand in for ranks, exchange values."""
+    """Lets threads, which stand in for ranks, exchange values.
+
+    Each thread has its own `Talker`, which uses this object.
+    """
 
     def __init__(self, size):
         self.said = [None] * size
@@ -163,7 +176,7 @@ class Talk:
 
 
 class Talker:
-    """One thread's `Exchange`."""
+    """Stands in for the `Exchange` of one rank, which is a thread here."""
 
     broken = failure = None
     part = Exchange.part
@@ -180,7 +193,7 @@ class Talker:
         return [one[1] for one in told]
 
     def add(self, numbers):
-        # With one replica, no two ranks have the same rows to compare.
+        # `Agreement` calls `add` to compare the rows that several replicas have. With one replica, all numbers are 0.
         assert not any(numbers)
         return numbers
 
@@ -195,9 +208,10 @@ class Talker:
 
 
 class Life:
-    """Opens the stores of all ranks in a folder, commits up to step `until` and closes the stores.
+    """Opens the stores of all ranks in a folder, commits up to step `until`, and closes the stores.
 
-    By rank, `began` has the step at which the store was opened, and `errors` the error that the rank raised.
+    `began[rank]` is the step at which the rank's store was opened. `errors[rank]` is the error that the rank raised, or
+    None.
     """
 
     def __init__(self, folder, until, *, size=2, existing="resume", **given):
@@ -240,7 +254,7 @@ def named(folder, rank):
 
 
 def refused(folder, words, **options):
-    """Requires that no rank can open its store, that each rank's error has `words`, and that no file changes."""
+    """Requires that no rank can open its store, that each rank's error contains `words`, and that no file changes."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     before = [path.read_bytes() for path in files]
     life = Life(folder, 9, **options)
@@ -280,27 +294,27 @@ def test_as_many_ranks_as_there_were(tmp_path):
     Life(tmp_path, 1, size=3)
     refused(tmp_path, "is the store of rank 0 of 3", size=2)
     (tmp_path / "rank-1").unlink()
-    refused(tmp_path, "rank 1: holds no store, and others do", size=3)
+    refused(tmp_path, "rank 1: holds no store, and other ranks do", size=3)
 
 
 def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path):
     assert Life(tmp_path, 0).began == [0, 0]
-    # A new store has the suffix .new until its first commit.
+    # The file of a new store has the suffix .new until the store's first commit.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
     again = Life(tmp_path, 1)
     assert (again.began, again.errors) == ([0, 0], [None, None])
     assert not (tmp_path / "rank-1.new").exists()
-    # Once the other rank has committed a step, an unfinished store is rejected instead of filled.
+    # Rank 0 has committed a step by now, so the unfinished store of rank 1 is rejected instead of filled.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
-    refused(tmp_path, "rank 1: holds no store, and others do")
-    # An unfinished store of rank 1 is also rejected if rank 0's store is from a run of a single process, whose commits
-    # have no number.
+    refused(tmp_path, "rank 1: holds no store, and other ranks do")
+    # The unfinished store of rank 1 is also rejected if rank 0's store is from a run of a single process. The commits
+    # of a single process have no number.
     values = torch.ones(5)
     one = Store.create(tmp_path / "rank-0", [Record(name="rows", values=values, state={})], existing="replace")
     with one as store, Engine(store) as updates:
         updates.fill("rows", values)
         updates.commit(0)
-    refused(tmp_path, "rank 1: holds no store, and others do")
+    refused(tmp_path, "rank 1: holds no store, and other ranks do")
 
 
 def test_one_process_refuses_the_store_of_a_rank(tmp_path):
@@ -312,7 +326,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
     offloaded("refuse").close()
     with Store.open(tmp_path / "run") as store:
-        # Commits to the store as rank 1 of 2 does.
+        # Commits to the store as rank 1 of two ranks would.
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
         store._shared.exchange.all_gather = lambda _, said, **__: [said]
@@ -320,7 +334,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
             updates.fill("weight", torch.zeros(3, 4), step=1)
             updates.commit(1)
     before = (tmp_path / "run").read_bytes()
-    with pytest.raises(memascend.ConfigError, match="is that of rank 1 of 2, and this is one process"):
+    with pytest.raises(memascend.ConfigError, match="belongs to rank 1 of 2, but this run has only one process"):
         offloaded("resume")
     assert (tmp_path / "run").read_bytes() == before
 
@@ -329,7 +343,10 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
 
 
 def forked(tmp_path, steps):
-    """Continues a run twice from step 3; returns a folder with rank 0's store of one run and rank 1's of the other."""
+    """Continues a run twice from step 3, each time by `steps` steps.
+
+    Returns a folder with rank 0's store of the first continuation and rank 1's store of the second continuation.
+    """
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     Life(one, 3)
@@ -343,7 +360,7 @@ def forked(tmp_path, steps):
 
 
 def test_two_continuations_of_a_run_do_not_go_on_together(tmp_path):
-    refused(forked(tmp_path, 2), "no commit is there on every rank, as the run was continued more than once")
+    refused(forked(tmp_path, 2), "no commit is on all ranks, because the run was continued more than once")
 
 
 def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(tmp_path):
@@ -353,7 +370,8 @@ def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(
 def test_going_back_forks_a_run(tmp_path):
     Life(tmp_path, 3)
     shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
-    # `close` wrote no second root for step 3, so "previous" opens step 2.
+    # `close` did not write a second root for step 3. The other root of each store still names step 2, which "previous"
+    # opens.
     assert Life(tmp_path, 3, existing="previous").began == [2, 2]
     (tmp_path / "kept").rename(tmp_path / "rank-1")
     assert Life(tmp_path, 4).began == [2, 2]
@@ -362,7 +380,8 @@ def test_going_back_forks_a_run(tmp_path):
 def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commit_before(tmp_path):
     Life(tmp_path, 3)
     content = bytearray((tmp_path / "rank-1").read_bytes())
-    # Damages both copies of the newest root, in the first and last sector of its page; step 3 is generation 4.
+    # Damages the newest root. The root's page has two copies of the root, in the first and in the last sector. The
+    # newest root is the root of step 3 (generation 4), so its page begins at byte 4096.
     for at in (4096 + 40, 4096 + 4096 - 512 + 40):
         content[at] ^= 1
     (tmp_path / "rank-1").write_bytes(content)
@@ -412,7 +431,7 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
     layout = Layout(1, 1, 2)
     found = places_of_others(Options(storage=str(tmp_path / storage)), layout)
     numbers = {number: [Path(one) for one in places] for number, places in found.items()}
-    # The folder rank-5-of-2 is ignored: two ranks have the numbers 0 and 1.
+    # The folder rank-5-of-2 is ignored, because two ranks can only have the numbers 0 and 1.
     there = {0: place.format(0, 0)} if storage == "run" else {number: place.format(number, number) for number in (0, 5)}
     assert numbers == {number: [tmp_path / one] for number, one in there.items()}
     assert places_of_others(Options(storage=str(tmp_path / "a{local_rank}")), layout) == {}
@@ -420,7 +439,10 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
 
 
 def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
-    """Each rank sees its own host's folder only."""
+    """Each rank sees only the folder of its own host.
+
+    After the first run, the two hosts exchange their rank numbers.
+    """
     hosts = [tmp_path / "a", tmp_path / "b"]
     [host.mkdir() for host in hosts]
     Life(tmp_path, 2, paths={rank: hosts[rank] / f"rank-{rank}" for rank in range(2)})
@@ -429,7 +451,7 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     for existing in ("refuse", "resume", "previous", "replace"):
         there = f"{hosts[0] / 'rank-0'} on {HOST} is the store of rank 0 of 2"
         refused(tmp_path, there, paths=paths, others=others, existing=existing)
-    # Files that were never filled do not keep the ranks from beginning a new run.
+    # If the files at these paths are empty, and not stores of other ranks, the ranks begin a new run.
     for rank in range(2):
         file = hosts[rank] / f"rank-{rank}"
         file.unlink()
@@ -441,7 +463,7 @@ def test_ranks_whose_files_are_empty_do_not_begin_anew(tmp_path):
     for rank in range(2):
         (tmp_path / f"rank-{rank}").write_bytes(bytes(rank * 8192))
     for existing in ("resume", "previous"):
-        refused(tmp_path, "what it held is lost", existing=existing)
+        refused(tmp_path, "its contents are lost", existing=existing)
     assert Life(tmp_path, 2, existing="replace").began == [0, 0]
 
 
@@ -460,7 +482,7 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     rootless = content[:4096] + bytes(2 * 4096) + content[3 * 4096 :]
     for spoil, words in (
         (lambda: paths[1].write_bytes(bytes(len(content))), "the store of rank 1 of 2 holds no commit"),
-        (lambda: paths[1].write_bytes(rootless), "rank-1-of-2.*no commit is found"),
+        (lambda: paths[1].write_bytes(rootless), "rank-1-of-2.*there is no commit to open"),
         (paths[1].unlink, "the store of rank 1 of 2 cannot be reached"),
     ):
         spoil()
@@ -470,6 +492,6 @@ def test_earlier_stores_are_those_of_their_ranks(tmp_path):
     swap(*paths)
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).open()
-    # A rank's store that was copied to the place of a single process's store is rejected, too.
+    # A single process also rejects a rank's store that was copied to the path of the process's own store.
     with pytest.raises(memascend.ConfigError, match=r"rank 0: .* is the store of rank 1 of 2"):
         require_own({0: seen_at(paths[0])}, 1)

@@ -1,4 +1,7 @@
-"""Tests checkpoints that several ranks write and start from (they equal one process's), and torch's checkpoints."""
+"""Tests checkpoints that several ranks write and load, and torch's distributed checkpoints.
+
+The checkpoint of several ranks must equal the checkpoint that one process writes.
+"""
 
 import errno
 import json
@@ -38,7 +41,7 @@ class Scaled(Odd):
 
 
 class Wide(Scaled):
-    """`Scaled` with a layer whose shards are whole blocks of 256 elements on 2 and on 4 ranks, but not on 3."""
+    """`Scaled` with a layer whose shards have a multiple of 256 elements on 2 and on 4 ranks, but not on 3 ranks."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +63,7 @@ def optimizer_of(trained, kind):
 
 
 def options_of(start, source):
-    """Returns the options of `offload()` that give a model on meta its first values."""
+    """Returns the options of `offload()` that give first values to a model on the meta device."""
     if start == "checkpoint":
         return {"checkpoint": source}
     if start == "weights":
@@ -72,7 +75,10 @@ def options_of(start, source):
 
 
 def train_and_save(folder, name, case, source, count):
-    """Offloads as the case says, trains, and saves; called in one process, or on each of several ranks."""
+    """Offloads a model as `case` describes, trains the model, and saves it.
+
+    This function runs in one process, or on each of several ranks.
+    """
     dtype, kind, start, steps, state = case
     several = distributed.is_initialized()
     trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
@@ -92,10 +98,11 @@ def train_and_save(folder, name, case, source, count):
         optimizer.step()
         optimizer.zero_grad()
     optimizer.save(f"{folder}/{name}")
-    # The second save replaces the first one's checkpoint.
+    # The second save replaces the checkpoint of the first save.
     optimizer.save(f"{folder}/{name}")
     if several:
-        # Only rank 0 sees this folder, as if the other ranks were on another host: they send their rows to rank 0.
+        # Only rank 0 sees this folder, as if the other ranks were on another host. So the other ranks send their rows
+        # to rank 0.
         optimizer.save(f"{folder}/hidden/{name}")
     optimizer.close()
 
@@ -107,7 +114,10 @@ def train_all(folder, cases, source):
 
 
 def same_checkpoints(one, other):
-    """Requires that checkpoints differ only in the store's id; True if `one` has tensors that several ranks wrote."""
+    """Requires that two checkpoints differ only in the store's id, and in how checksums are divided between ranks.
+
+    Returns True if `one` has tensors that several ranks wrote.
+    """
     assert files(one) == files(other), one
     manifests = [json.loads((folder / "memascend/manifest.json").read_bytes()) for folder in (one, other)]
     for folder, manifest in zip((one, other), manifests, strict=True):
@@ -134,7 +144,8 @@ def begun(folder, name, **options):
 def require_own_states_and_sums(folder):
     """Saves each rank's own `user_state` and restores it in a new run.
 
-    Returns the bytes that this rank has read and written, and the sums over all ranks from its report.
+    Returns the bytes that this rank had read and written after one step. Also returns the sums over all ranks, as this
+    rank's report shows them after two steps.
     """
     rank = distributed.get_rank()
     trained, optimizer = begun(folder, "own")
@@ -166,7 +177,7 @@ def require_the_old_checkpoint(folder):
     if rank == 0:
         (Path(folder) / "others").mkdir()
         (Path(folder) / "others" / "file").touch()
-    refused("others", "holds something else", memascend.ConfigError, memascend.RankError)
+    refused("others", "contains files that are not a checkpoint", memascend.ConfigError, memascend.RankError)
     loss_of(trained, 0, rank).backward()
     refused("saved", "", memascend.UsageError, memascend.UsageError)
     optimizer.zero_grad()
@@ -193,7 +204,10 @@ def full(*_):
 
 
 def require_planned(folder):
-    """Requires that `planned`, called without a process group, predicts the plan of rank 0, which has the most rows."""
+    """Requires that `planned` predicts the plan of rank 0, which has the most rows.
+
+    `planned` gets the number of ranks as an argument, and needs no process group.
+    """
     trained = model(torch.bfloat16)
     options = {"storage": f"{folder}/planned", "gradients": "ssd", "units": ["narrow", "frozen"]}
     bare = model(torch.bfloat16, "meta")
@@ -201,8 +215,8 @@ def require_planned(folder):
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "adamw"), **options)
     assert distributed.get_rank() or optimizer.plan.to_dict() == alone.plan.to_dict()
     optimizer.close()
-    # The traffic of rank 0's rows, at 2 bytes an element: the forward gathers all parameters, the backward gathers the
-    # blocks again, and the gradients are reduced.
+    # The network traffic of rank 0, with 2 bytes for each element. The forward gathers all parameters. The backward
+    # gathers the blocks again, and then the gradients are reduced.
     embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
     assert alone.network.total == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
 
@@ -213,8 +227,8 @@ def every(folder):
     return require_own_states_and_sums(folder)
 
 
-# Cases by number of ranks: the parameters' dtype, the optimizer, the source of the first values (see `options_of`), the
-# number of steps, and the format of the state.
+# The cases for each number of ranks. A case has the parameters' dtype, the optimizer, the source of the first values
+# (an argument of `options_of`), the number of steps, and the format of the optimizer state.
 MORE = [
     *((dtype, kind, start, 2, None) for dtype in ("bfloat16", "float32")
       for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))),
@@ -267,7 +281,7 @@ def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
 
 
 class Uneven(Scaled):
-    """`Scaled` with a layer of fewer rows than ranks, without the frozen block, and with a scalar buffer."""
+    """`Scaled` with a scalar buffer and with a layer that has fewer rows than ranks, but without the frozen block."""
 
     def __init__(self):
         super().__init__(narrow=1, device=None)
@@ -299,12 +313,16 @@ def begun_from(folder, store, made):
 
 
 def write_and_read(folder):
-    """Has torch write a sharded model in parts, and as one file; returns the tensors of a run from the one file."""
+    """Writes a sharded model with torch: in parts, as one file, and in torch's own format.
+
+    Returns the tensors of a run that loads its weights from the one file.
+    """
     made = shard(uneven())
     state = {name: one for name, one in made.state_dict().items() if name != "head.weight"}
     parts = HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True)
     torch_checkpoints.save(state, storage_writer=parts)
-    # torch's consolidation fails on integers, and writes tensors without dimensions wrongly: leave out this buffer.
+    # The buffer `seen` is an integer without dimensions. torch's consolidation fails on integers, and writes tensors
+    # without dimensions wrongly, so the test leaves out `seen`.
     del state["seen"]
     joined = HuggingFaceStorageWriter(f"{folder}/whole", save_distributed=True, enable_consolidation=True)
     torch_checkpoints.save(state, storage_writer=joined)
@@ -329,14 +347,15 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
             begun_from(tmp_path / folder, tmp_path / "refused.store", uneven("meta"))
         assert not (tmp_path / "refused.store").exists()
 
-    # Each error names a conversion. The lines after `refused` apply this conversion.
-    refused("parts", "parts that ranks wrote.*HuggingFaceStorageReader")
+    # Each error names a way to convert the checkpoint. The lines after each call of `refused` convert the checkpoint in
+    # this way.
+    refused("parts", "written by several ranks.*HuggingFaceStorageReader")
     plain = uneven().apply(lambda module: [nn.init.zeros_(one) for one in module.parameters(recurse=False)])
     state = {name: one for name, one in plain.state_dict().items() if name != "head.weight"}
     reader = HuggingFaceStorageReader(f"{tmp_path}/parts")
     torch_checkpoints.load(state, storage_reader=reader, no_dist=True)
     save_model(plain, f"{tmp_path}/joined.safetensors")
-    refused("own", "own are not read.*dcp_to_torch_save")
+    refused("own", "does not read.*dcp_to_torch_save")
     dcp_to_torch_save(tmp_path / "own", tmp_path / "all.pt")
     save_file(torch.load(tmp_path / "all.pt"), tmp_path / "converted.safetensors")
     for file in ("joined.safetensors", "converted.safetensors"):
@@ -344,17 +363,19 @@ def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
         assert all(same_bits(values[name], wanted[name]) for name in wanted), file
 
 
-# --- values that torch reads; optimizer state, which it cannot read ---------------------------
+# --- values, which torch can read; optimizer state, which torch cannot read -------------------
 
 
 def require_refusals(trained, optimizer):
-    """Requires that torch's functions for optimizer state are rejected: the state is on storage."""
+    """Requires that torch's functions for optimizer state raise an error, because the state is on storage."""
     for call in (
         lambda: torch_states.get_optimizer_state_dict(trained, optimizer),
         lambda: torch_states.get_state_dict(trained, optimizer),
         lambda: torch_states.set_optimizer_state_dict(trained, optimizer, {"state": {}, "param_groups": []}),
     ):
-        with pytest.raises(memascend.MemascendError, match=r"move none of it: call optimizer.save\(folder\), on every"):
+        with pytest.raises(
+            memascend.MemascendError, match=r"cannot read or set it. Call optimizer.save\(folder\) on every"
+        ):
             call()
 
 
@@ -369,10 +390,10 @@ def zeros():
 @pytest.mark.slow
 @ranks(2)
 def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
-    """Torch saves and loads an offloaded model, and loads the checkpoint of `save()`."""
+    """Torch saves and loads an offloaded model, and loads the checkpoint that `optimizer.save()` has written."""
     trained = shard(uneven())
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run")
-    # Before the first step, torch would take a step itself to create state.
+    # Before the first step, torch's functions would take a step themselves to create optimizer state.
     require_refusals(trained, optimizer)
     step(trained, optimizer)
     optimizer.save(f"{folder}/ours")
@@ -392,7 +413,7 @@ def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
     other = shard(zeros())
     torch_checkpoints.load({"model": dict(other.named_parameters())}, checkpoint_id=f"{folder}/torchs")
     assert all(map(same_bits, whole(other), saved))
-    # The checkpoint of `save()` loads into a sharded model, and into a plain one.
+    # torch loads the checkpoint of `optimizer.save()` into a sharded model, and into a model that is not sharded.
     for other, alone in ((shard(zeros()), False), (zeros(), True)):
         torch_checkpoints.load(dict(other.named_parameters()), storage_reader=ours, no_dist=alone)
         assert all(map(same_bits, whole(other), saved))

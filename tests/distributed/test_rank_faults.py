@@ -1,4 +1,8 @@
-"""Tests ranks and replicas (HSDP) whose processes or drives fail: all commit a step or none does; bits stay exact."""
+"""Tests ranks and replicas (HSDP) whose processes or drives fail.
+
+Either all ranks commit a step, or no rank commits it. The run then continues with the same bits as a run without a
+fault.
+"""
 
 import functools
 import itertools
@@ -28,8 +32,8 @@ from memascend.errors import RankError
 pytestmark = pytest.mark.timeout(900)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# By the point at which a rank dies: the last step that all ranks have committed. The rank dies in step 3; for "close",
-# in close() after step 5.
+# The keys are points at which a rank is killed. Each value is the last step that all ranks have committed by then. At
+# the point "close", the rank is killed in close() after step 5. At every other point, the rank is killed in step 3.
 COMMON = {
     "begin": 2, "between": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3,
     "close": 5,
@@ -38,19 +42,22 @@ GIVEN = ({}, {"host_memory": "1GiB", "log_steps": 3}, {"gradients": "ssd", "max_
 
 
 def whole(ranks, steps):
-    """Requires that all ranks committed `steps` without an error; returns `ranks`."""
+    """Requires that all ranks committed step `steps` without an error; returns `ranks`."""
     assert all((rank["error"], rank["committed"]) == (None, steps) for rank in ranks), ranks
     return ranks
 
 
 def same(ranks, reference):
-    """Requires that each rank that was not killed has the bits of the run without faults, step by step."""
+    """Requires that each rank that was not killed has the same bits after each step as in the `reference` run."""
     for rank, other in zip(ranks, reference, strict=True):
         assert rank is None or rank["digests"] == {step: other["digests"][step] for step in rank["digests"]}
 
 
 def survived(ranks, faulty=1, seconds=60.0):
-    """Requires that rank `faulty` was killed, and that all other ranks raised an error that names it, in time."""
+    """Requires that rank `faulty` was killed.
+
+    Within `seconds`, each other rank must have raised an error that names rank `faulty`.
+    """
     assert ranks[faulty] is None
     for rank in ranks[:faulty] + ranks[faulty + 1 :]:
         assert rank["error"].startswith("RankError"), rank
@@ -58,7 +65,8 @@ def survived(ranks, faulty=1, seconds=60.0):
         assert rank["seconds"] < seconds, rank
 
 
-# In the first case rank 0 has already written its root for step 3; the next opening of all stores drops this commit.
+# In the first case, rank 0 has already written its root for step 3 when rank 1 is killed. Rank 0's commit of step 3 is
+# dropped when all ranks open their stores again.
 POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.cycle(GIVEN), strict=False))]
 
 
@@ -83,7 +91,7 @@ def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, po
 
 @pytest.mark.parametrize("fault", ["raise", "hang"])
 def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, fault):
-    """A rank hangs in its main thread alone: its other threads keep running."""
+    """With the fault "hang", only the main thread of rank 1 hangs. The other threads of rank 1 keep running."""
     first, second, third = lives(tmp_path, 3, fault=fault, point="begin", timeout=6.0)
     assert second["error"].startswith("ValueError")
     for rank in (first, third):
@@ -94,7 +102,7 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
 @pytest.mark.parametrize("point", ["before groups", "in groups"])
 @pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_before_all_can_talk_is_named(tmp_path, fault, point):
-    # gloo waits until its timeout; then the remaining ranks look for each other in torch's store.
+    # gloo waits until its timeout. Then the remaining ranks look for one another in torch's store.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
     survived(ranks, seconds=30.0)
     assert all("rank 1 is gone" in ranks[rank]["error"] for rank in (0, 2))
@@ -114,7 +122,10 @@ def store_of(tmp_path, rank):
 
 
 def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
-    """Each error names the faulty rank, no file is left over, and the run resumes from its last commit."""
+    """If the disk of one rank is full, or the store of one rank is damaged, all ranks must raise errors.
+
+    No file may be left over, and the run must resume from its last commit.
+    """
     reference, saved = whole(lives(tmp_path, 2, "reference", steps=4), 4), tmp_path / "run/saved"
     first, second = lives(tmp_path, 2, fault="full", point="before groups")
     assert second["error"].startswith("StorageError"), second
@@ -124,7 +135,7 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     before = identity_of(saved)
     first, second = lives(tmp_path, 2, steps=3, save="saved", faulty=(0,), fault="full", point="saving")
     assert first["error"].startswith("StorageError"), first
-    # Rank 0 may already have removed the file that rank 1 writes.
+    # Rank 0 may already have removed the file to which rank 1 writes. Then rank 1 raises a StorageError.
     assert second["error"].startswith(("RankError", "StorageError")), second
     assert identity_of(saved) == before
     content = store_of(tmp_path, 1).read_bytes()
@@ -140,7 +151,7 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
 
 
 def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
-    """Both ranks are killed; then the test flips a bit of the last gradients in rank 1's log."""
+    """Kills both ranks, and then flips a bit of the last gradients in rank 1's gradient log."""
     run = functools.partial(lives, tmp_path, 2, given={"host_memory": "1GiB", "log_steps": 16, "gradients": "ssd"})
     reference = whole(run(name="reference", steps=4), 4)
     assert run(steps=3, faulty=(0, 1), fault=KILL, point="close") == [None, None]
@@ -150,7 +161,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
     newest = max(heads, key=lambda at: int.from_bytes(content[at + 16 : at + 24], "little"))
     content[newest - 4096] ^= 1
     store.write_bytes(content)
-    # Two restarts fail in the same way, because the first one changes nothing.
+    # Starts the ranks twice. A start that fails changes nothing, so the second start fails in the same way.
     for _ in range(2):
         assert [rank["error"].split(":")[0] for rank in run(steps=4)] == ["ConfigError", "CorruptionError"]
         assert store.read_bytes() == content
@@ -163,7 +174,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
 @pytest.mark.parametrize("place", ["saved", "hidden/saved"])
 @pytest.mark.parametrize("fault", [KILL, STOP])
 def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
-    """The earlier checkpoint stays complete, and the run resumes from its last commit."""
+    """If a rank fails in a save, the earlier checkpoint stays complete. The run then resumes from its last commit."""
     run = functools.partial(lives, tmp_path, 3, save=place, timeout=6.0)
     reference = whole(lives(tmp_path, 3, "reference", steps=4), 4)
     whole(run(steps=1), 1)
@@ -174,19 +185,19 @@ def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
     again = whole(run(steps=4), 4)
     assert [rank["opened"] for rank in again] == [3] * 3
     same(again, reference)
-    # The next save removes the files that the dead ranks had written.
+    # The save of the last run has removed the temporary files of the killed ranks.
     assert not list((tmp_path / "run" / place).parent.glob(".saved*"))
 
 
 # --- one of two ranks fails -------------------------------------------------------------------
 
-# The number of micro-batches in a step, on both ranks together, and the number of steps.
+# MICROS is the number of micro-batches that both ranks together run in a step. STEPS is the number of steps.
 MICROS, STEPS = 6, 4
 SMALL = {"timeout": 30.0, "dtype": torch.float32, "gradients": "ssd"}
 
 
 def require_the_failure(do):
-    """Requires that `do` raises rank 1's own error on rank 1, and on rank 0 an error that names rank 1."""
+    """Requires that `do` raises rank 1's own error on rank 1, and an error that names rank 1 on rank 0."""
     faulty = distributed.get_rank() == 1
     with pytest.raises(OSError if faulty else RankError, match="as if the drive were gone") as raised:
         do()
@@ -195,7 +206,10 @@ def require_the_failure(do):
 
 @ranks(2)
 def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(folder):
-    """Rank 1 fails in step(), in a gather, and in a backward; then both ranks repeat the step or resume the run."""
+    """Rank 1 fails in step(), in a gather, and in a backward.
+
+    After each failure, both ranks repeat the step or resume the run.
+    """
     faulty = distributed.get_rank() == 1
     trained, optimizer = offloaded(f"{folder}/whole", **SMALL)
     values = train(trained, optimizer, STEPS, MICROS)
@@ -247,11 +261,11 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
     (tmp_path / "run/memascend.store").unlink()
     second = meshed(tmp_path, 2, 1, micro=4, steps=4)
     require_same(second, 2, 4)
-    assert "rank 0 had no store: it was filled from that of rank 1" in filled(second)[0]
+    assert "rank 0 had no store: its new store was filled from the store of rank 1" in filled(second)[0]
 
 
 def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
-    """Rank 2 neither sends records nor fills its store; it must raise the error, too."""
+    """Rank 0 fills the store of rank 1. Rank 2 sends and receives no records, but must also raise the error."""
     monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
     exchange = SimpleNamespace(
         rank=2, size=3, all_gather=lambda *_: [{"records": 0}, None, None], all_values=lambda own: [own, "other", own]
@@ -259,7 +273,7 @@ def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeyp
     store = SimpleNamespace(each_record=list, step=3, user_state=None, hyperparameters=None)
     filling = replicas.Refill(SimpleNamespace(exchange=exchange, lost={1: 0}))
     with (
-        pytest.raises(memascend.CorruptionError, match="rank 1 was filled from that of rank 0"),
+        pytest.raises(memascend.CorruptionError, match="rank 1 was filled from the store of rank 0"),
         filling.between(store),
     ):
         pass
@@ -284,7 +298,10 @@ def test_any_shape_and_mode_has_them(tmp_path, shape, given, rounds, dtype, kind
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
-    """Each mesh has four micro-batches a step. Only ranks without a store fill theirs from another replica's store."""
+    """Each mesh runs four micro-batches in a step.
+
+    Only a rank without a store creates a store, and fills the store from another replica.
+    """
     left = {
         (1, 2): ["rank-0-of-2", "rank-1-of-2"],
         (1, 4): [f"rank-{rank}-of-4" for rank in range(4)],
@@ -301,9 +318,9 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
-    """A rank that is killed before it has verified its refilled store refills it again.
+    """A rank that is killed before it has verified its refilled store refills the store again.
 
-    Until then, the store's commit has no number.
+    The store's commit has no number until the store is verified.
     """
     meshed(tmp_path, 2, 2)
     shutil.rmtree(tmp_path / "run/rank-1-of-2")
@@ -312,7 +329,7 @@ def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_long
     ranks = meshed(tmp_path, 2, 2, steps=3, timeout=4.0, fill_seconds=0.2)
     assert time.monotonic() - began > 4.0
     assert [bool(words) for words in filled(ranks)] == [False, True, False, False]
-    assert "rank 1 had no store: it was filled from that of rank 3" in filled(ranks)[1]
+    assert "rank 1 had no store: its new store was filled from the store of rank 3" in filled(ranks)[1]
     require_same(ranks, 2, 3)
     assert [rank["state"]["rank"] for rank in ranks] == [0, 3, 2, 3]
 
@@ -353,12 +370,12 @@ def test_a_checkpoint_is_that_of_one_process_and_is_loaded_by_replicas(tmp_path)
 
 RANKS = 6
 TIMEOUT = 12.0
-# The time that an error may need to reach all ranks on a busy machine.
+# After the timeout, an error may take this many seconds to reach all ranks on a busy machine.
 LATE_SECONDS = 8.0
 RUNS = [((3, 2), {"gradients": "ssd", "max_grad_norm": 0.5}), ((2, 3), {"gradients": "ram"})]
 IN_A_STEP = [point for point in COMMON if point != "close"]
 OPENING = ("before groups", "in groups")
-# By kind: a rank's fault, and the points at which this fault may happen.
+# For each kind of fault: the fault of one rank, and the points at which the fault may happen.
 FAULTS = {
     "killed": (signal.SIGKILL, (*IN_A_STEP, *OPENING, "time")),
     "stopped": (signal.SIGSTOP, [*IN_A_STEP, *OPENING]),
@@ -387,9 +404,9 @@ class Drill:
         return ranks
 
     def faulty(self, kind, victim):
-        """Resumes the run with a fault of rank `victim`; the errors of all other ranks must name it in time.
+        """Resumes the run with a fault of rank `victim`. The errors of all other ranks must name `victim` in time.
 
-        Returns the ranks that have lost their stores: `victim` for faults during a fill, otherwise no rank.
+        Returns the ranks whose stores were removed: `victim` for a fault during a fill, otherwise no rank.
         """
         lost = {self.lose(victim)} if "filled" in kind else set()
         fault, points = FAULTS[kind]
@@ -399,7 +416,10 @@ class Drill:
         return lost
 
     def flipped(self, victim):
-        """Damages `victim`'s store, which each restart must report, and removes it; returns ranks that lack a store."""
+        """Damages `victim`'s store, requires that each restart reports the damage, and then removes the store.
+
+        Returns the ranks whose stores were removed.
+        """
         with engine.Store.open(self.store(victim)) as store:
             names = [one["name"] for one in store.each_record() if one["shape"][0]]
             content = bytes(store.read(self.dice.choice(names))[0].view(torch.uint8).flatten().tolist())
@@ -412,7 +432,7 @@ class Drill:
 
     def require_named(self, ranks, victim):
         for number, rank in enumerate(ranks):
-            # The fault may come too late for the last step, or never happen: then no rank has an error.
+            # If the fault comes after the last step, or does not happen at all, no rank has an error.
             if number != victim and rank["error"]:
                 assert rank["error"].startswith(("RankError", "ConfigError")), rank
                 assert set(rank["ranks"]) <= {victim}, rank
@@ -427,7 +447,7 @@ class Drill:
         return rank
 
     def whole(self, lost):
-        """Resumes the run; requires one process's bits, and that only the stores of the ranks `lost` are refilled."""
+        """Resumes the run; requires the bits of one process, and that only the ranks in `lost` refill their stores."""
         ranks = self.live()
         assert {number for number, words in enumerate(filled(ranks)) if words} == lost
         require_same(ranks, ranks[0]["opened"], self.done, RANKS, max_grad_norm=self.given.get("max_grad_norm"))
@@ -446,7 +466,7 @@ def drill(folder, seed, kinds):
         elif kind == "flipped":
             run.whole(run.flipped(victim))
         else:
-            # A host has two of the ranks, and loses both stores.
+            # A host has two of the ranks, and loses the stores of these two ranks.
             run.whole({run.lose(rank) for rank in (victim, victim ^ 1)})
 
 

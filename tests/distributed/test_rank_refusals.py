@@ -1,4 +1,4 @@
-"""Tests users' code on several ranks: all ranks get the bits of in-memory training, or all reject the code."""
+"""Tests users' code on several ranks: all ranks get the bits of in-memory training, or all ranks raise an error."""
 
 import contextlib
 import gc
@@ -54,7 +54,7 @@ def require_refusals(folder):
     with torch.no_grad():
         plain[0].weight.add_(rank)
     refused("rank 1 has other values", plain)
-    refused("give the module inside it", nn.parallel.DistributedDataParallel(model(torch.float32)))
+    refused("pass the module inside it", nn.parallel.DistributedDataParallel(model(torch.float32)))
     columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
     refused("tensor parallelism", columns)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -66,9 +66,9 @@ def require_refusals(folder):
     os.environ["LOCAL_RANK"] = str(rank)
     refused("Adafactor needs whole parameters", sharded(torch.float32), torch.optim.Adafactor)
     refused("within a block of 256", fully_shard(nn.Linear(40, 110)), state="8bit")
-    # If one rank rejects the model, all ranks do.
+    # Only rank 1 has a host_memory that is too small, but both ranks raise an error.
     refused("" if rank else "rank 1 refused", sharded(torch.float32), host_memory=1 if rank else None)
-    # Waits until all ranks have removed the stores that they had begun.
+    # Waits until all ranks have removed their unfinished stores.
     distributed.barrier()
     assert not list(Path(folder).rglob("*.store"))
 
@@ -87,7 +87,7 @@ def require_reads_and_no_writes(folder):
     raised = []
 
     def inside(*_):
-        with pytest.raises(memascend.UsageError, match=r"is offloaded, and is not written to by mul_\(\)"):
+        with pytest.raises(memascend.UsageError, match=r"is offloaded and cannot be written to by mul_\(\)"):
             last.mul_(2.0)
         with pytest.raises(memascend.UsageError, match=r"t\(\) needs their memory while the model computes"):
             last.detach().t()
@@ -121,7 +121,10 @@ def require_reads_and_no_writes(folder):
 
 
 def require_finite_norms(folder, **options):
-    """Requires that `step()` rejects gradients that are not finite; with `nonfinite="skip"` it skips the step."""
+    """Requires that `step()` raises an error if gradients are not finite.
+
+    With `nonfinite="skip"`, `step()` must skip the step instead.
+    """
     rank, skips = distributed.get_rank(), "nonfinite" in options
     trained, optimizer = offloaded(folder, **options)
     backward(trained, 0)
@@ -169,13 +172,14 @@ def double(parameter):
 
 
 class Doubling(DefaultReduceScatter):
-    """A user's own reduction."""
+    """A reduce-scatter that a user has written."""
 
 
 def trained_with_hooks(folder=None, *, before=False, after=False, **options):
-    """Trains with hooks that are registered before or after `offload()`, or in memory if `folder` is None.
+    """Trains offloaded, or in memory if `folder` is None; returns the final values.
 
-    Returns the values. The sum over two ranks has the same bits in either order.
+    `before` and `after` say whether gradient hooks are registered before and after `offload()`. The sum of two ranks'
+    gradients has the same bits in either order.
     """
     found = sharded(torch.float32)
     optimizer = adamw(found.parameters())
@@ -206,7 +210,7 @@ def require_refused(folder, words, prepare, make=sharded, **options):
 
 @ranks(2)
 def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
-    """Each kind of hook is rejected, or yields the values of FSDP2 in memory."""
+    """offload() must reject a hook, or training with the hook must give the same values as with FSDP2 in memory."""
     ways = "(?s)set_all_reduce_hook\\(\\) was called on 1.*reduction='native'"
     require_refused(folder, ways, lambda mine: mine[1].set_all_reduce_hook(lambda sums: sums.mul_(2)))
     for options in ({}, {"reduction": "native"}):
@@ -234,7 +238,7 @@ def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
 # --- aliases of weights, which are rejected, and of gradients, which work ------------------------------
 
 
-# Ways to alias a weight. Before torch 2.15, `to_local()` returned `_local_tensor`.
+# Ways to make a tensor that shares memory with a weight. Before torch 2.15, `to_local()` returned `_local_tensor`.
 VIEW = {"view": lambda p: p.detach()}
 ROWS = {
     "rows": lambda p: p.to_local(),
@@ -245,7 +249,10 @@ ROWS = {
 
 @ranks(2)
 def test_an_alias_on_one_rank_is_refused_on_all(folder):
-    """Both ranks reject each alias; once all are deleted, a sharded model and a plain one train with the same loss."""
+    """Both ranks must reject each alias.
+
+    Once all aliases are deleted, a sharded model and a model that is not sharded train with the same loss.
+    """
     rank, losses = distributed.get_rank(), []
     for make, ways in ((sharded, VIEW | ROWS), (model, VIEW)):
         trained = make(torch.float32)
@@ -267,7 +274,7 @@ def test_an_alias_on_one_rank_is_refused_on_all(folder):
 
 
 def flat_views(trained):
-    """Makes all gradients views of one buffer, which has this rank's rows of all gradients; returns the buffer."""
+    """Makes this rank's rows of each gradient a view of one buffer; returns the buffer."""
     parameters = list(trained.parameters())
     flat = torch.zeros(sum(one.to_local().numel() for one in parameters))
     begin = 0
@@ -281,7 +288,10 @@ def flat_views(trained):
 
 @ranks(2)
 def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
-    """In each mode a loop reads the same gradients from its buffer as in memory, and ends with the same weights."""
+    """The loop reads its gradients from one buffer.
+
+    In each mode, the loop must read the same gradients as in memory, and end with the same weights.
+    """
     wanted = []
     for mode in (None, "ssd", "ram", "auto", "fused"):
         trained = sharded(torch.float32)
@@ -329,12 +339,15 @@ def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-# The number of micro-batches in a step, on all ranks together.
+# The number of micro-batches that all ranks together run in a step.
 MICRO_BATCHES = 2
 
 
 def made(folder, **options):
-    """Returns a sharded `Odd`, whose shards differ in size, and its optimizer; offloaded if `options` are given."""
+    """Returns a sharded model of kind "odd", whose shards differ in size, and its optimizer.
+
+    If `options` are given, the model is offloaded with these options.
+    """
     trained = shard(model(torch.float32, "odd"))
     # SGD's bits do not depend on an element's position in a SIMD vector.
     optimizer = torch.optim.SGD(trainable(trained), lr=0.1, momentum=0.9)
@@ -349,7 +362,7 @@ def local(one):
 
 @torch.no_grad()
 def write(optimizer, parameters, do):
-    """Calls `do` to change this rank's rows of parameters; for an offloaded run, inside `optimizer.edit`."""
+    """Calls `do` with this rank's rows of `parameters`. For an offloaded run, the call is inside `optimizer.edit`."""
     if isinstance(optimizer, memascend.OffloadedOptimizer):
         with optimizer.edit(parameters) as values:
             do(values)
@@ -363,7 +376,10 @@ def within(trained, do, *, modify=True):
 
 
 def replaced(trained, factor, *, alike=True):
-    """Replaces all parameters by multiples of themselves; if not `alike`, by tensors of zeros that are not sharded."""
+    """Replaces each parameter by itself times `factor`.
+
+    If `alike` is false, replaces each parameter by a tensor of zeros that is not sharded.
+    """
     for module in trained.modules():
         for short, one in list(module.named_parameters(recurse=False)):
             values = one.detach() * factor if alike else torch.zeros(one.shape)
@@ -371,7 +387,10 @@ def replaced(trained, factor, *, alike=True):
 
 
 def require_the_doors(trained, optimizer):
-    """Requires errors for writes outside `edit` and `materialized`, and that a failed edit of a rank is undone."""
+    """Requires errors for writes outside `edit` and `materialized`.
+
+    Also requires that all ranks undo an edit that fails on one rank.
+    """
     weight, before = trained[0].weight, whole(trained)
     rank = distributed.get_rank()
     with torch.no_grad():
@@ -416,7 +435,10 @@ def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit
 
 @torch.no_grad()
 def change_in_place(trained, rank, *, offloads):
-    """Changes weights by torch's ways to write in place; an offloaded model computes with the changes in the block."""
+    """Changes weights in place by several operations of torch.
+
+    If `offloads` is true, a forward inside `materialized` must compute with the changed weights.
+    """
     kept = trained.embed.weight.detach()
     with memascend.materialized(trained, modify=True) if offloads else contextlib.nullcontext():
         named = dict(trained.named_parameters())
@@ -426,16 +448,19 @@ def change_in_place(trained, rank, *, offloads):
         named["narrow.0.weight"].data.add_(0.25)
         torch._foreach_mul_([named["frozen.weight"], named["frozen.bias"]], 0.5)
         local(named["narrow.2.weight"]).detach().view(torch.int32).numpy()[...] ^= 1
-        # In memory, a forward without a backward would leave parameters gathered.
+        # The run in memory skips this forward. Without a backward, FSDP2 would leave the run's parameters gathered.
         inside = loss_of(trained, 7, rank) if offloads else None
         del named
-    # `kept`, a view that was taken of a sharded weight before the change, reads the new values.
+    # `kept` is a view that was made before the change. `kept` must read the new values.
     assert torch.equal(kept.full_tensor(), trained.embed.weight.full_tensor())
     assert inside is None or loss_of(trained, 7, rank).item() == inside.item()
 
 
 def loop(folder, options):
-    """Trains, with many kinds of reads and writes between steps; returns losses, the values read, and final values."""
+    """Trains, and reads and writes weights between steps in many ways.
+
+    Returns the losses, the values that were read, and the final values.
+    """
     trained, optimizer = made(folder, **options)
     rank, found = distributed.get_rank(), []
     named = dict(trained.named_parameters())
@@ -449,7 +474,7 @@ def loop(folder, options):
         optimizer.zero_grad()
         found.append(loss.detach())
         with torch.no_grad():
-            # Moves the averages by one foreach operation, and then one by one.
+            # Updates the moving averages with one foreach operation, and then one by one.
             torch._foreach_lerp_(list(ema.values()), [one.detach() for one in named.values()], 0.1)
             for name, one in named.items():
                 ema[name].lerp_(one, 0.1)
@@ -510,7 +535,10 @@ def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, 4])
 def test_they_are_in_every_mode(tmp_path, count):
-    """With four ranks, one rank has no rows of some weights. `reduction="native"` adds as FSDP2 in memory does."""
+    """With four ranks, one rank has no rows of some weights.
+
+    `reduction="native"` makes the offloaded runs add gradients as FSDP2 in memory does.
+    """
     cases = [{"gradients": "ssd"}, {"gradients": "fused"}, {"gradients": "ram", "durability": "none"}]
     cases += [{"gradients": "ssd", "host_memory": "1GiB", "log_steps": 3}]
     on_ranks(count, loops, tmp_path, [{**case, "reduction": "native"} for case in cases])
@@ -520,7 +548,10 @@ def test_they_are_in_every_mode(tmp_path, count):
 
 
 def faults(folder):
-    """Rank 1 raises inside `materialized()`, and rank 0's error names rank 1; finally rank 1 is killed inside."""
+    """Rank 1 raises an error inside `materialized()`, and in the end is killed inside `materialized()`.
+
+    Rank 0 must raise errors that name rank 1.
+    """
     rank = distributed.get_rank()
     trained, optimizer = offloaded(f"{folder}/faults/", of="odd", gradients="ssd", timeout=10.0)
     step(trained, optimizer, MICRO_BATCHES)

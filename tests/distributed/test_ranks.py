@@ -1,4 +1,7 @@
-"""Tests training on several ranks, and resuming on more or fewer: bits of one process, or of FSDP2 in memory."""
+"""Tests training on several ranks, and resuming a run with a different number of ranks.
+
+The results must have the same bits as training in one process, or as training with FSDP2 in memory.
+"""
 
 import os
 import signal
@@ -46,12 +49,16 @@ def train_all(folder, cases, kind="plain", mean=False):
 
 
 def require_same(folder, dtype, options, rounds, kind, *, mean):
-    """Trains; requires one process's losses, values and norms. With `mean`, FSDP2 divides gradients, not the loop."""
+    """Trains on this rank; requires the losses, values and norms of training in one process.
+
+    If `mean` is true, the loop does not divide the loss by the number of micro-batches. Only FSDP2 divides the
+    gradients, by the number of ranks.
+    """
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
     rank, count = position()
-    # FSDP2 divides gradients by the number of ranks, which rounds unless the number is a power of two. For any other
-    # number, the test has FSDP2 only add, and divides the loss instead.
+    # FSDP2 divides gradients by the number of ranks. The division rounds unless the number of ranks is a power of two.
+    # For any other number of ranks, FSDP2 only adds the gradients here, and the test divides the loss instead.
     parts = 1 if mean else rounds
     if count & (count - 1):
         parts = rounds * count
@@ -69,11 +76,11 @@ def require_same(folder, dtype, options, rounds, kind, *, mean):
     optimizer.close()
     divisor = count if mean else 1
     losses, values = accumulated(dtype, rounds * count, kind, options.get("max_grad_norm"), divisor)
-    # Rank r takes micro-batch j * count + r in round j.
+    # In round j, rank r trained on micro-batch j * count + r. So its losses are every `count`-th loss of one process.
     assert all(map(same_bits, found, [*losses[rank::count], *values])), (kind, dtype, options, rounds)
 
 
-# The dtype, the options of offload(), and the micro-batches of a rank in a step.
+# Each case has a dtype, options of offload(), and the number of micro-batches that each rank runs in a step.
 CASES = [
     ("float32", {"gradients": "fused"}, 1),
     ("bfloat16", {"gradients": "ssd"}, 2),
@@ -83,17 +90,18 @@ CASES = [
     ("float32", {"max_grad_norm": 0.1}, 1),
     ("bfloat16", {"gradients": "ssd", "max_grad_norm": 0.1}, 2),
 ]
-# The numbers of ranks, the model, whether only FSDP2 divides the gradients, and the cases.
+# Each run has numbers of ranks, the kind of model, the argument `mean` of `require_same`, and cases.
 RUNS = {
     "two": ((2,), "plain", False, CASES),
     "more": ((3, 4), "plain", False, CASES),
-    # Uneven rows, frozen and tied parameters.
+    # This model has rows that the ranks cannot divide evenly, frozen parameters, and tied parameters.
     "odd": ((2, 3, 4, 5), "odd", False, [CASES[1], CASES[0], ("bfloat16", {"max_grad_norm": 0.1}, 1)]),
-    # Blocks with activation checkpointing.
+    # The blocks of this model use activation checkpointing.
     "checkpointed": ((2,), "checkpointed", False, [CASES[1], CASES[0]]),
-    # A plain model, which offload() shards.
+    # The test does not shard this model: offload() shards it.
     "undivided": ((2, 3), "undivided", False, [CASES[1], ("float32", {"units": ["1"]}, 1)]),
-    # In the last case, records are kept in RAM; their gradients may wait for step() in a different place.
+    # In the last case, records are kept in RAM. Gradients of these records may wait for step() in a different place
+    # than other gradients.
     "means": ((2, 4), "plain", True, [*CASES, ("bfloat16", {"host_memory": "1GiB"}, 2)]),
 }
 
@@ -112,7 +120,10 @@ SCHEDULED, SCHEDULED_MICRO_BATCHES = 6, 2
 
 
 def begun(storage, *, swapped=False, **options):
-    """Begins or resumes a run with two groups: biases, and all other parameters; `swapped` exchanges them."""
+    """Begins or resumes a run with two parameter groups: group 1 has the biases, and group 0 all other parameters.
+
+    If `swapped` is true, the two groups exchange their parameters.
+    """
     trained = model(torch.float32, "odd")
     if distributed.is_initialized():
         shard(trained)
@@ -131,7 +142,10 @@ def scheduler_of(optimizer):
 
 
 def train_scheduled(folder, until):
-    """Resumes and trains to step `until`; returns the learning rates of each step, and all values."""
+    """Begins or resumes a run, and trains to step `until`.
+
+    Returns the learning rates of each step, and the final values.
+    """
     trained, optimizer = begun(f"{folder}/runs/", existing="resume", gradients="ssd")
     optimizer.schedule(scheduler_of(optimizer))
     rates = []
@@ -148,13 +162,13 @@ def require_refusals(folder):
         begun(f"{folder}/runs/", swapped=True, existing="resume")
     trained, optimizer = begun(f"{folder}/runs/", existing="resume")
     with optimizer:
-        with pytest.raises(memascend.MemascendError, match="scheduled by OneCycleLR, not StepLR"):
+        with pytest.raises(memascend.MemascendError, match="used OneCycleLR, not StepLR"):
             optimizer.schedule(torch.optim.lr_scheduler.StepLR(optimizer, 2))
         scheduler = scheduler_of(optimizer)
         optimizer.schedule(scheduler)
         scheduler.step()
         loss_of(trained, 0, 0).backward()
-        with pytest.raises(memascend.UsageError, match=r"delete the line scheduler\.step\(\)"):
+        with pytest.raises(memascend.UsageError, match=r"delete your calls of scheduler\.step\(\)"):
             optimizer.step()
 
 
@@ -172,7 +186,10 @@ def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_pa
 
 @ranks(2)
 def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(folder):
-    """Rank 0 alone changes a learning rate after the last step."""
+    """Only rank 0 changes a learning rate after the last step.
+
+    A commit needs all ranks, so `close()` drops the changed rate instead of waiting for rank 1.
+    """
     trained, optimizer = begun(f"{folder}/changed/")
     rank = distributed.get_rank()
     with optimizer:
@@ -189,7 +206,7 @@ def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(folder):
 
 
 class Experts(nn.Module):
-    """A model with three experts; a forward uses `used` of them, from expert `first` on."""
+    """A model with three experts. A forward uses the experts from `first` to `first + used - 1`."""
 
     def __init__(self):
         super().__init__()
@@ -205,16 +222,17 @@ class Experts(nn.Module):
 
 
 def trained_experts(store=None, *, dtype=torch.float32, policy=None, used=3, fused=True, is_one=False, **options):
-    """Trains three steps and returns all values: in memory by FSDP2 if `store` is None, else offloaded.
+    """Trains three steps, offloaded to `store`, or in memory with FSDP2 if `store` is None; returns the final values.
 
-    If `policy` is None, FSDP2 adds gradients without a mean. `is_one`: a single process trains on all ranks' batches.
+    If `policy` is None, FSDP2 adds gradients and does not divide the sum. If `is_one` is true, a single process trains
+    without FSDP2 on the batches of all ranks.
     """
     torch.manual_seed(0)
     model = Experts().to(dtype)
     for module in () if is_one else (*model.experts, model):
         fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
         if policy is None:
-            # A mean over three ranks would round.
+            # Dividing the gradients by three ranks would round them.
             module.set_gradient_divide_factor(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     if store is not None:
@@ -240,9 +258,10 @@ def by_policies(folder):
 
 
 def doubles_of_three(folder):
-    """For torch's fused kernel, the reference is FSDP2 in memory, not one process.
+    """Without fused kernels, requires the bits of one process. With fused kernels, requires those of FSDP2 in memory.
 
-    The kernel rounds the end of a tensor differently, and a shard ends elsewhere than the whole tensor.
+    torch's fused kernel rounds the last elements of a tensor differently. A shard ends at a different element than the
+    whole tensor, so the fused optimizer on one process would give different bits.
     """
     one = trained_experts(dtype=torch.float64, fused=False, is_one=True)
     assert all(map(same_bits, trained_experts(f"{folder}/in-order", dtype=torch.float64, fused=False), one))
@@ -258,7 +277,10 @@ def test_ranks_have_the_bits_of_fsdp2_in_memory_and_float64_those_of_one_process
 
 @ranks(2)
 def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
-    """Each rank's forward uses a different expert, which is a unit or not: `step()` raises, and the run continues."""
+    """Each rank's forward uses a different expert. `step()` must raise an error, and the run must then continue.
+
+    In the first round, each expert is a unit. In the second round, the experts are not units of their own.
+    """
     rank, tokens = distributed.get_rank(), torch.zeros(2, 3, dtype=torch.long)
     for each in (True, False):
         torch.manual_seed(0)
@@ -281,7 +303,7 @@ def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
         optimizer.close()
 
 
-# --- another number of ranks ---------------------------------------------------------------------------
+# --- resuming a run with a different number of ranks ---------------------------------------------------
 
 MICRO_BATCHES = 12
 LEFT_OPEN = []
@@ -301,7 +323,7 @@ class Counted(Odd):
 
 
 class Blocks(nn.Sequential):
-    """A model whose shards on two, three and four ranks are whole blocks of 256 elements."""
+    """A model whose shards have a multiple of 256 elements on two, three and four ranks."""
 
     def __init__(self):
         square = [nn.Linear(96, 96, bias=False) for _ in range(2)]
@@ -315,7 +337,11 @@ def several(trained, lr):
 
 
 def train(folder, name, until, plain, options):
-    """Resumes and trains to step `until`; returns the first step and its `user_state`, all values, and the stores."""
+    """Begins or resumes a run, and trains to step `until`.
+
+    Returns the step at which the run began, the `user_state` of this step, the final values, and the stores in the
+    folder.
+    """
     folder = Path(folder, name)
     folder.mkdir(exist_ok=True)
     options = {"existing": "resume", "gradients": "ssd", **options}
@@ -327,7 +353,8 @@ def train(folder, name, until, plain, options):
     began, user_state = optimizer.steps, optimizer.user_state
     values = rank_models.train(model, optimizer, until, MICRO_BATCHES)
     if "log_steps" in options:
-        # Leaves the run open, as a kill would: only the gradient log has the last updates of the RAM tier.
+        # Does not close the run, as if the process were killed. So the last updates of the RAM tier are only in the
+        # gradient log.
         LEFT_OPEN.append(optimizer)
     else:
         optimizer.close()
@@ -336,7 +363,7 @@ def train(folder, name, until, plain, options):
 
 
 def there(folder):
-    """Returns the stores in a folder, as relative paths."""
+    """Returns the paths of all stores in a folder, relative to the folder."""
     return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.store"))
 
 
@@ -345,14 +372,20 @@ def stores(count):
 
 
 def train_whole(folder, until, options):
-    """Trains in one process without a stop; returns the values. Also takes the first step of a second run."""
+    """Trains a run in one process without a stop; returns the final values.
+
+    Also begins a second run, which `go_on` resumes later, and takes the first step of the second run.
+    """
     whole = train(folder, "whole", until, True, options)[2]
     train(folder, "run", 1, True, options)
     return whole
 
 
 def go_on(tmp_path, counts, options):
-    """Requires that a run that resumes with each of `counts` in turn has the bits of one process without a stop."""
+    """Takes one step of a run with each of `counts`; requires the bits of one process that never stopped.
+
+    Each of `counts` is a pair: the number of ranks, and whether the model stays undivided.
+    """
     (whole,) = on_ranks(1, train_whole, tmp_path, len(counts), options)
     for number, (count, plain) in list(enumerate(counts))[1:]:
         found = on_ranks(count, train, tmp_path, "run", number + 1, plain, options)
@@ -389,7 +422,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
     ids=str,
 )
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
-    """With `log_steps`, each run ends before it writes the RAM tier's records, and the next run replays the log."""
+    """With `log_steps`, no run writes the RAM tier's records before it ends. The next run replays the gradient log."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 
@@ -413,7 +446,7 @@ def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypat
 
 
 def gone(folder, point, until, options):
-    """Resumes the run with a different number of ranks, some of which fail at `point`, see `_break_at`.
+    """Resumes the run with a different number of ranks, and makes ranks fail at `point`.
 
     Returns this rank's error, and the stores that exist afterwards.
     """
@@ -426,12 +459,15 @@ def gone(folder, point, until, options):
 
 
 def _break_at(point, rank):
-    """Makes ranks fail at `point` while their number changes: "read", "first root", "root", "none" or "half"."""
+    """Makes this process fail while the number of ranks changes, if `rank` is a rank that fails at `point`.
+
+    `point` is "read", "first root", "root", "none" or "half". With any other `point`, no rank fails.
+    """
     all_gather, remove = Exchange.all_gather, Earlier.remove
 
     def told(self, about, said, **given):
         if point == "root" and about == "written":
-            # This rank has written its root, so the kill cannot precede the root.
+            # Only rank 0 gets here, because the other ranks were killed below. Rank 0 has already written its root.
             _die()
         answers = all_gather(self, about, said, **given)
         if about == "staged" and rank:
@@ -440,7 +476,8 @@ def _break_at(point, rank):
 
     def removed(self):
         if point == "half" and rank == 0:
-            # Rank 0 removes the stores that it has read; all ranks are killed before another rank removes its stores.
+            # Rank 0 removes the old stores that it has read. All ranks are killed before any other rank removes old
+            # stores.
             remove(self)
         distributed.barrier()
         _die()
@@ -449,12 +486,13 @@ def _break_at(point, rank):
         # Rank 1 cannot read its part of the earlier stores.
         EarlierValues._read = failing
     elif point == "root" or (point == "first root" and rank == 1):
-        # "first root": rank 1 is killed before it writes the first root of its new store; other ranks may have written
-        # their roots. "root": all ranks are killed, and only rank 0 has written its root.
+        # "first root": rank 1 is killed before it writes the first root of its new store. The other ranks may have
+        # written the roots of their new stores. "root": all ranks are killed when only rank 0 has written the root of
+        # its new store.
         Exchange.all_gather = told
     elif point in ("none", "half"):
-        # All ranks are killed once all have committed: "none" before any rank has removed its old stores, "half" when
-        # only rank 0 has.
+        # All ranks are killed after all ranks have committed. "none": no rank has removed old stores yet. "half": only
+        # rank 0 has removed old stores.
         Earlier.remove = removed
 
 
@@ -469,7 +507,7 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     for path in paths:
         path.parent.mkdir()
     filled(paths[0], records).close()
-    # The child leaves a store as a process does that is killed before its first commit.
+    # The child process leaves a store without a commit, as if the child were killed before its first commit.
     in_child(lambda: LEFT_OPEN.append(Store.create(paths[1], records)))
     with pytest.raises(memascend.ConfigError, match="its first write did not finish"):
         find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1))
@@ -506,7 +544,11 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     ids=str,
 )  # fmt: skip
 def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
-    """The ranks of each later count are killed at `point`; then `last` ranks resume, with the bits of one process."""
+    """The first of `counts` is the number of ranks that begin the run.
+
+    Each later item of `counts` is the number of ranks of an attempt to resume the run, which fails at `point`. In the
+    end, `last` ranks resume the run, and must have the same bits as one process.
+    """
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     first, *others = counts
     on_ranks(first, train, tmp_path, "run", 1, False, {})
@@ -516,7 +558,7 @@ def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
     for began, _, values, left in on_ranks(last, train, tmp_path, "run", 2, False, {}):
         assert began == 1
         assert all(map(same_bits, values, whole))
-        # Stores that were never filled stay, because a damaged store looks the same; a warning says that you may remove
-        # them.
+        # A store that was never filled stays in the folder, because a damaged store looks the same. A warning tells the
+        # user that the store may be removed.
         unfilled = {file for count in others if point == "root" and count != last for file in stores(count)}
         assert set(left) - unfilled == set(stores(last))

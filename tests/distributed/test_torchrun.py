@@ -1,6 +1,7 @@
-"""Tests ranks as users start them (examples/fsdp.py, a loop of accelerate, ranks on a GPU): the bits of one process.
+"""Tests that ranks, started as users start them, have the same bits as one process.
 
-usage: test_torchrun.py FOLDER, by `accelerate launch`; or test_torchrun.py STORE BACKEND, by torchrun on a GPU
+`accelerate launch` runs this file as `test_torchrun.py FOLDER`. On a GPU, torchrun runs this file as
+`test_torchrun.py STORE BACKEND`.
 """
 
 import os
@@ -23,9 +24,14 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_path, count):
-    """With 4 ranks, the run has two replicas. Torch's own process group needs a fresh store in each attempt."""
+    """Kills one rank: torchrun must restart the run, which must end with the same bits as one process.
+
+    With four ranks, the run has two replicas. Torch's process group needs a fresh TCP store in each attempt, so the
+    test tells torchrun not to share the TCP store of torchrun itself.
+    """
     example = (EXAMPLE, "--steps", "6", "--storage")
-    # The variables that torchrun sets for a single rank, which needs no free port.
+    # The variables that torchrun sets for each rank, here for a single rank. Port 0 means any free port. No other rank
+    # connects to this rank, so any port works.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     life([sys.executable, *example, tmp_path / "one"], **alone)
     ranks = (*example, tmp_path / "ranks", "--replicas", count // 2)
@@ -36,7 +42,7 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
     os.kill(int(children[-1]), signal.SIGKILL)
     status, output = running.ended()
     assert status == 0, output
-    # The restart resumed the run and did not begin anew: rank 0 takes step 0 only once.
+    # The restarted run resumed instead of starting at step 0 again: rank 0 printed step 0 only once.
     assert output.count("rank 0, step 0:") == 1
     assert files(tmp_path / "ranks-saved") == files(tmp_path / "one-saved")
 
@@ -45,12 +51,12 @@ def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_pa
 
 
 def begun(ranks):
-    """Returns a model, its optimizer and scheduler, and a loader of its batches."""
+    """Returns a model, its optimizer, its scheduler, and a loader of batches."""
     from support.trained_program import model
 
     trained = model(attention_dropout=0.0)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=ranks == 1)
-    # Accelerate steps a scheduler once for each rank.
+    # In accelerate, one call of `scheduler.step()` steps the scheduler once for each rank.
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * ranks)
     rows = [torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(12)]
     return trained, optimizer, scheduler, torch.utils.data.DataLoader(rows, batch_size=2)
@@ -84,7 +90,7 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     life([sys.executable, "-m", *launch, __file__, tmp_path])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     trained, optimizer, scheduler, loader = begun(1)
-    # Rank r takes batch 2 * j + r in round j.
+    # In step j, rank 0 trained on batch 2 * j, and rank 1 on batch 2 * j + 1. This loop accumulates the two batches.
     for index, tokens in enumerate(loader):
         (trained(input_ids=tokens, labels=tokens).loss / 2).backward()
         if index % 2:
@@ -94,11 +100,14 @@ def test_accelerate_launch_has_the_bits_of_one_process(tmp_path):
     assert all(map(same_bits, saved.parameters(), trained.parameters()))
 
 
-# --- on a GPU: one rank with NCCL, or two ranks that share the GPU with gloo ---------------------------
+# --- on a GPU: one rank with NCCL, or two ranks with gloo on the same GPU ------------------------------
 
 
 def trained(store, backend=None):
-    """Trains four steps, on sharded ranks if `backend` is given; returns the losses and norms."""
+    """Trains four steps; returns the loss and the gradient norm of each step.
+
+    If `backend` is given, the model is sharded over all ranks.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4))).cuda()
     if backend is not None:
@@ -124,7 +133,7 @@ def trained(store, backend=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "count"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
 def test_ranks_are_one_process(tmp_path, backend, count):
-    """Each rank has the same examples, so the mean over ranks is one process's gradient."""
+    """All ranks train on the same examples, so the mean of their gradients is the gradient of one process."""
     torch.use_deterministic_algorithms(True)
     want = trained(tmp_path / "one")
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,7 @@
-"""Tests micro-batches by layer: bits as if run one after the other, bytes moved, errors, fallbacks, waiting parts."""
+"""Tests micro-batches by layer: moved bytes, errors, fallbacks, and parts of gradients that wait.
+
+The results must have the same bits as micro-batches that run one after the other.
+"""
 
 import _thread
 import contextlib
@@ -37,7 +40,10 @@ class Stack(nn.Module):
 
 
 class Experts(Stack):
-    """A model in which micro-batches skip different blocks and begin at different blocks: they share no order."""
+    """A model in which each micro-batch begins at a different block and skips a different block.
+
+    So the micro-batches have no common order of blocks.
+    """
 
     def forward(self, x):
         start = int(x.detach().sum().abs() * 1e4) % len(self.blocks)
@@ -76,14 +82,14 @@ def finish(optimizer):
 
 
 def require_same_by_layer(folder, make, count, **options):
-    """Requires that micro-batches by layer give the bits of one micro-batch after the other."""
+    """Requires that micro-batches by layer give the same bits as micro-batches that run one after the other."""
     layers, turns = (trained(folder, make, rows(count), by_layer=by_layer, **options) for by_layer in (True, False))
     assert all(map(same_bits, layers[0], turns[0]))
     assert same_states(layers[1], turns[1])
 
 
 def trained(folder, make, batches, *, by_layer, **options):
-    """Trains; returns losses, norms and a last random draw, and the final values and optimizer state."""
+    """Trains; returns losses, norms and a last random draw in one list, and the final values and optimizer state."""
     model, optimizer = offloaded(folder / f"{by_layer}.store", make(), **options)
     found = []
     with optimizer:
@@ -120,7 +126,6 @@ MAKES = {
 }
 
 
-# `parity.zoo_loops` and the state machine of training test other options and dtypes.
 @pytest.mark.parametrize(
     ("kind", "gradients", "count"),
     [("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3), ("summed", "fused", 3)],
@@ -165,7 +170,10 @@ def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind,
 
 
 class Words(nn.Module):
-    """Begins with an embedding, whose backward reads no weight; no gradient is larger than the embedding's."""
+    """A model that begins with an embedding, whose backward reads no weight.
+
+    No gradient is larger than the embedding's gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -187,7 +195,10 @@ def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
 
 
 def begun(folder, make=Stack, steps=1, **options):
-    """Returns a run after `steps` steps; only the first step runs micro-batches in turn, so later ones go by layer."""
+    """Returns a run after `steps` steps.
+
+    The first step runs its micro-batches one after the other. Later steps run their micro-batches by layer.
+    """
     model, optimizer = offloaded(folder / "run.store", make(), **options)
     for _ in range(steps):
         accumulate(model, optimizer, rows())
@@ -229,7 +240,10 @@ def arriving(model, arrive):
 
 
 def interrupted_run(folder, kind, interrupt, attempts, **options):
-    """Trains; `interrupt` fails a first attempt at each step. Returns the final state and the number of failures."""
+    """Trains. Before each step, `interrupt` makes an attempt that fails.
+
+    Returns the final state and the number of attempts that failed.
+    """
     folder.mkdir()
     model, optimizer = begun(folder, MAKES[kind], **options)
     failed = 0
@@ -251,7 +265,10 @@ def interrupted_run(folder, kind, interrupt, attempts, **options):
 
 
 def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
-    """Requires the final state of a run without interrupts; returns how many attempts failed."""
+    """Requires that a run with `interrupt` ends with the state of a run without interrupts.
+
+    Returns how many attempts failed.
+    """
     found, failed = interrupted_run(tmp_path / "failing", kind, interrupt, attempts, **options)
     assert same_states(found, interrupted_run(tmp_path / "calm", kind, None, attempts, **options)[0])
     return failed
@@ -267,7 +284,7 @@ def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
     ],
 )
 def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gradients):
-    """Attempt N raises at place N, where a place is a forward or a backward of one block in one micro-batch."""
+    """Attempt N raises an error at place N. A place is the forward or the backward of one block in one micro-batch."""
     # Four blocks, each with a forward and a backward; a reentrant checkpoint runs each forward twice.
     places = 4 * COUNT * (3 if kind == "reentrant" else 2)
 
@@ -302,7 +319,7 @@ def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempt
             try:
                 timer.start()
                 optimizer.accumulate(loss_of, batches, scale=1 / COUNT, by_layer=True)
-                # The interrupt may arrive at any time before this line has ended.
+                # The interrupt may arrive at any time before the following two lines have ended.
                 timer.join()
                 time.sleep(0.01)
             except KeyboardInterrupt:
@@ -404,7 +421,7 @@ def test_tuples_come_back_detached_and_one_batch_is_plain(by_layer):
         optimizer.accumulate(lambda _: 3, rows(1), by_layer=True)
 
 
-@pytest.mark.filterwarnings("ignore:autocast over float32 weights:UserWarning")
+@pytest.mark.filterwarnings("ignore:autocast keeps 16-bit copies:UserWarning")
 def test_modes_of_the_caller_are_those_of_all_threads_which_end_with_the_call(by_layer):
     model, optimizer = by_layer
     seen, threads = [], []
@@ -442,11 +459,15 @@ def test_a_thread_that_the_system_does_not_have_fails_the_call(by_layer, monkeyp
     optimizer.step()
 
 
-# --- micro-batches that reach modules in different orders: gradient parts wait for those of earlier micro-batches ---
+# --- micro-batches that reach modules in different orders: parts of gradients wait for earlier micro-batches ---
 
 
 class Measured:
-    """Records peaks: bytes of sums and parts (`all`), of waiting parts (`waiting`), and bytes that `nbytes` misses."""
+    """Records peaks in bytes; measures after each part that a micro-batch adds.
+
+    `all` is the peak size of all sums and parts together. `waiting` is the peak size of the parts that wait.
+    `uncounted` is the largest difference between the measured size and `nbytes` of `PartialSums`.
+    """
 
     def __init__(self, monkeypatch):
         self.all = self.waiting = self.uncounted = self.limit = 0

@@ -1,7 +1,8 @@
 """Tests updates that the next step writes (deferred), and updates that begin before step() knows the norm (early).
 
-A run with deferred updates must have the bits of gradients="ram", which makes each update in its own step. A run with
-early updates, which step() keeps or makes anew, must have the bits of gradients="ssd".
+A run with deferred updates must have the same bits as a run with gradients="ram", which defers no update. A run with
+early updates must have the same bits as a run with gradients="ssd", which has no early updates. step() keeps early
+updates, or discards them and computes them again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def offloaded(folder, gradients="ssd", make=stack, optimizer=adamw, **options):
 
 
 def nothing(*_):
-    """Does nothing: the default of the callbacks of `run`."""
+    """Does nothing. This is the default of the callbacks of `run`."""
 
 
 def walk(model, optimizer, index, scale=1.0):
@@ -58,7 +59,7 @@ def walk(model, optimizer, index, scale=1.0):
 
 
 def run(folder, gradients="ssd", *, steps=STEPS, loop=walk, before=nothing, between=nothing, **options):
-    """Trains up to `steps`; returns the final state, norm and overflow of each step, and the report."""
+    """Trains up to step `steps`; returns the final state, the norm and overflow of each step, and the report."""
     model, optimizer = offloaded(folder, gradients, **options)
     norms = []
     with optimizer:
@@ -83,14 +84,20 @@ def own_code_beside(model):
 
 @pytest.fixture(params=["forward", "backward"])
 def way(request, monkeypatch):
-    """Fixes the way in which the next step writes deferred updates: in its forward, or in its backward."""
+    """Selects the way in which the next step writes deferred updates.
+
+    "forward": always in the forward of the next step. "backward": always in its backward.
+    """
     monkeypatch.setattr(Settling, "_choose", lambda self: setattr(self, "way", request.param))
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (request.param == "backward"))
     return request.param
 
 
 def both(tmp_path, **options):
-    """Requires that a run with deferred updates has the bits of a run without them; returns the first run's report."""
+    """Requires that a run with deferred updates has the same bits as a run without deferred updates.
+
+    Returns the report of the run with deferred updates.
+    """
     at_once = run(tmp_path / "ram", "ram", **options)
     left = run(tmp_path / "ssd", "ssd", **options)
     assert at_once[2].deferred == 0
@@ -177,7 +184,7 @@ def habits(model, optimizer, index):
 
 
 def gathered(model, optimizer, index):
-    """Computes the gradients of a step by one backward, by micro-batches by layer, or by two backwards, in turn."""
+    """Computes gradients by one backward, by micro-batches by layer, or by two backwards, depending on `index`."""
     if index % 3 == 1:
         optimizer.accumulate(lambda seed: loss_of(model, seed), (index, index + 100), by_layer=True)
     else:
@@ -187,7 +194,10 @@ def gathered(model, optimizer, index):
 
 
 def divides(model, optimizer, index):
-    """Divides a gradient, which the engine's kernels cannot do; the third step fails and is repeated."""
+    """Divides a gradient by 3, which the engine's kernels cannot do.
+
+    The third step first fails, and is then repeated.
+    """
     model[0].weight.grad.div_(3)
     if index == 2:
         right, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], float("nan")
@@ -197,12 +207,14 @@ def divides(model, optimizer, index):
 
 
 def fuses(_, optimizer, index):
-    """Gives the fourth step options that the engine does not support: torch's code runs, and defers no update."""
+    """Gives the fourth step options that the engine does not support.
+
+    So torch's code makes the update of the fourth step, and this update cannot be deferred.
+    """
     optimizer.param_groups[0]["nesterov"] = index == 3
     optimizer.param_groups[0]["momentum"] = 0.0 if index == 3 else 0.9
 
 
-# The state machine of training tests more calls like these, in random orders.
 HABITS = {
     "reads and changes": {"loop": gathered, "before": habits},
     "arithmetic on gradients": {"between": divides},
@@ -231,11 +243,12 @@ def test_torchs_own_clipping(tmp_path):
     options = {"between": lambda model, *_: clip_grad_norm_(model.parameters(), LIMIT), "max_grad_norm": None}
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "ssd", **options)
     assert left[2].deferred == STEPS
-    # Norms are not compared: step() computes them from the clipped gradients, which only one of the runs has rounded.
+    # The norms are not compared. step() computes the norms from the clipped gradients, and only one of the two runs has
+    # rounded these gradients.
     assert same_states(at_once[0], left[0])
 
 
-# --- ends -----------------------------------------------------------------------------------
+# --- runs that are killed or closed ---------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
@@ -255,7 +268,7 @@ def test_a_flipped_bit_of_a_gradient_is_named(tmp_path):
     damage(tmp_path / "s", torch.load(tmp_path / "gradient").view(torch.uint8).numpy().tobytes(), 5)
     with pytest.raises(CorruptionError, match=r'gradient of "0\.weight" in step 3'):
         offloaded(tmp_path / "s")
-    # The commit before the damaged one is intact.
+    # The commit before the damaged commit is intact.
     before = run(tmp_path / "s", steps=2, existing="previous")
     require_same((before[0], []), (run(tmp_path / "ram", "ram", steps=2)[0], []))
 
@@ -273,7 +286,7 @@ def test_a_store_that_was_closed_has_no_log(tmp_path):
 
 
 class Clock:
-    """Replaces the clock of `Settling`: the test sets `now`."""
+    """Replaces the clock that `Settling` reads. The test sets the time `now`."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -294,7 +307,7 @@ def test_the_faster_way_stays_until_steps_change(monkeypatch):
     assert {"forward", "backward"} == set(ways)
     assert steps(600, forward=2.0, backward=1.0) == "backward"
     assert steps(14, forward=0.1, backward=0.2) == "forward"
-    # A single long step, as with an evaluation, does not change the way.
+    # A single long step, such as a step with an evaluation, does not change the way.
     for seconds in [0.1, 5.0, 0.1] * 10:
         assert steps(1, forward=seconds, backward=seconds) == "forward"
     assert settling.settles(0)
@@ -312,14 +325,15 @@ def test_what_saves_little_does_not_read_more(monkeypatch):
 
 # --- updates that begin before step() knows the norm ----------------------------------------------
 
-# Factors of the loss: the norm of the gradients is far below the limit, or far above it.
+# Factors of the loss. With SMALL, the norm of the gradients is far below the limit. With LARGE, the norm is far above
+# the limit.
 SMALL, LARGE = 1e-3, 1e3
 NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
 
 
 def scaled(folder, gradients, scales, between=nothing, **options):
-    """Runs one step for each factor in `scales`, with the loss multiplied by the factor."""
+    """Runs one step for each factor in `scales`, and multiplies the loss of the step by the factor."""
 
     def loop(model, optimizer, index):
         walk(model, optimizer, index, scales[index])
@@ -329,7 +343,10 @@ def scaled(folder, gradients, scales, between=nothing, **options):
 
 
 def both_early(tmp_path, scales, between=nothing, **options):
-    """Requires that a run with early updates has the bits of a run without them; returns the early run's report."""
+    """Requires that a run with early updates has the same bits as a run without early updates.
+
+    Returns the report of the run with early updates.
+    """
     waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
     early = scaled(tmp_path / "auto", "auto", scales, between, **options)
     require_same(waits, early)
@@ -341,7 +358,7 @@ def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     report = both_early(tmp_path, NEVER)
     written = sum(p.numel() * 2 for p in stack().parameters())
     waited = scaled(tmp_path / "again", "ssd", NEVER)[2]
-    # Storage writes gradients in whole pages.
+    # Storage writes gradients in whole pages, so more bytes may be written than the gradients have.
     assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
     assert report.read["gradients"] == report.written["gradients"] // 6, "only the first step reads its gradients"
 
@@ -384,13 +401,13 @@ def more(model, optimizer, index):
 
 OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
 FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
-# By case: factors of the loss, a call between backward() and step(), options, the number of steps whose updates begin
-# early, and how many of these steps discard the early updates and make them anew.
+# Each case has the factors of the loss, a function that is called between backward() and step(), options, the number of
+# steps whose updates begin early, and how many of these steps discard the early updates and compute them again.
 RUNS = {
-    # The first step waits: no earlier step shows whether the loop clips.
+    # The updates of the first step wait for the norm, because no earlier step shows whether the loop clips.
     "never": (NEVER, nothing, {}, 5, 0),
     "always": (ALWAYS, nothing, {}, 0, 0),
-    # After a step that was made anew, two steps in a row must not clip before updates begin early again.
+    # After a step that discards its early updates, updates begin early again only if two steps in a row do not clip.
     "alternating": ([SMALL, LARGE] * 3, nothing, {}, 1, 1),
     "mixed": (MIXED, nothing, {"optimizer": other(torch.optim.SGD, lr=1e-2, momentum=0.9)}, 4, 2),
     # Updates by torch's own code always wait for the norm.
@@ -398,7 +415,8 @@ RUNS = {
     "overflow": (OVERFLOWS, nothing, {"make": lambda: stack(torch.float16)}, 4, 2),
     "nan": ([SMALL, SMALL, float("nan")], nothing, {"nonfinite": "commit"}, 2, 1),
     "hook": (NEVER, hooks, {}, 3, 1),
-    # Only the third step is not clipped, so the updates of the fourth step begin early, and step() makes them anew.
+    # Only the third step is not clipped. So the updates of the fourth step begin early, and step() discards and repeats
+    # them.
     "clipped": (FALLS, clips(1e-3), {"max_grad_norm": None}, 1, 1),
     "hardly clipped": (FALLS, clips(1.0), {"max_grad_norm": None}, 5, 0),
     "not clipped": (FALLS, clips(1e3), {"max_grad_norm": None}, 5, 0),
@@ -415,7 +433,10 @@ def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, e
 
 
 def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
-    """step() rejects wrong options also after early updates, but not if the caller has corrected them before step()."""
+    """step() rejects an option that no update supports, even if updates have begun early.
+
+    If the caller corrects an option before step(), step() accepts it.
+    """
     model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0)
     with optimizer:
         for index in range(3):
@@ -436,5 +457,5 @@ def test_the_log_says_what_was_made_anew(tmp_path, caplog):
         report = scaled(tmp_path / "s", "auto", MIXED)[2]
     said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
     assert len(said) == report.anew == 2
-    assert "(2 of 4 steps so far)" in said[1]
+    assert "(in 2 of 4 steps so far)" in said[1]
     assert "Updates of 4 steps began before step(); 2 of them were made anew." in str(report)

@@ -21,14 +21,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def process_hooks():
-    """Installs the hooks through which torch accepts gradient handles in lists, as offload() does."""
+    """Installs the hooks that offload() installs. With these hooks, torch accepts gradient handles in lists."""
     hooks = ProcessHooks()
     yield
     hooks.release()
 
 
 class KeptInMemory:
-    """Simulates the engine and the run of one gradient; keeps its spill in memory, and counts reads."""
+    """Stands in for an engine, and for a run with one gradient. Keeps the gradient in memory, and counts its reads."""
 
     def __init__(self, tensor):
         self.seen = []
@@ -91,7 +91,11 @@ def handle_of(tensor):
 
 
 def assert_same(handle, expected):
-    """Requires that a step would use `expected`, computed by replay and, if the gradient has factors, by factors."""
+    """Requires that a step would use `expected` as the gradient.
+
+    Replays the recorded operations to compute the gradient. If these operations are reported as factors, also computes
+    the gradient by multiplying by the factors.
+    """
     got = handle.gradient.materialize()
     assert got.dtype == expected.dtype
     assert got.stride() == expected.stride()
@@ -322,7 +326,7 @@ SHAPES = [(3, 5), (7,), (1,), (), (2, 3, 4), (33, 17)]
 
 
 def everything(dtype):
-    """Returns all numbers of a 16-bit dtype, or a sample of fp32; leaves out NaN, whose bits mean nothing."""
+    """Returns all numbers of a 16-bit dtype, or a sample of fp32 numbers. Leaves out NaN: its bits have no meaning."""
     if dtype == torch.float32:
         numbers = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(1))
         numbers = numbers.to(torch.int32).view(dtype)

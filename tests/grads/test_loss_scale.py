@@ -1,4 +1,4 @@
-"""Tests the loss scale against torch's own scaler, step by step, and its state in JSON."""
+"""Compares the loss scale with torch's own scaler, step by step; tests that the scale's state survives JSON."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def test_ends_are_torchs():
     assert ours == list(torch_sequence(overflows))
     assert ours[-1] == 0.0
 
-    # The scale does not grow to infinity; the count of good steps starts again.
+    # The scale does not grow to infinity, but the count of good steps starts again at 0.
     huge = LossScale("dynamic")
     huge.load({"mode": "dynamic", "scale": 2.0**127, "good_steps": GROWTH_STEPS - 1})
     huge.update(False)

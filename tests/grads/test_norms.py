@@ -1,4 +1,4 @@
-"""Tests gradient norms, one by one and together: exact, in any order, on any device."""
+"""Tests norms of single gradients and of all gradients together: they are exact in any order and on any device."""
 
 import math
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_a_sparse_gradient_is_measured():
 
 
 def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
-    """Most squares are so small beside the largest that a sum in floats would drop them."""
+    """Most squares are so small that a sum of floats would lose them beside the largest square."""
     generator = torch.Generator().manual_seed(3)
     exponents = torch.randint(-40, 3, (5000,), generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
@@ -53,7 +53,7 @@ def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
 
 
 def test_ranks_add_what_none_of_them_has_rounded():
-    """If each of the 1,001 ranks rounded its own sum, the norm would differ."""
+    """Each of the 1,001 ranks adds its exact sum. If each rank rounded its own sum, the norm would differ."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
     own = kernels.checked(values)
     wanted = math.fsum(values.double().square().tolist() * 1001)
@@ -79,7 +79,7 @@ def norm(numbers):
 
 
 class Counted:
-    """Wraps the CPU kernels as if for a device; `launches` records how many tensors each launch had."""
+    """Lets the CPU kernels stand in for a device's kernels; `launches` has the number of tensors of each launch."""
 
     def __init__(self):
         self.launches = []
@@ -121,7 +121,8 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
     assert counted.launches == []
     assert norm(norms.of(present)) == (True, exact(present))
     assert counted.launches == [5]
-    # Waiting gradients hold memory, which `_BUCKET_BYTES` limits: the same gradients take three launches.
+    # `_BUCKET_BYTES` limits the memory of gradients that wait for a launch. With this limit, the same gradients need
+    # three launches.
     monkeypatch.setattr(of_norms, "_BUCKET_BYTES", 600)
     norms.begin_step()
     for each in present:
@@ -135,7 +136,7 @@ def test_gradients_in_a_devices_memory_are_measured_by_one_launch(counted, dtype
 
 
 def test_a_gradient_that_arrives_on_a_device_is_measured_at_once(counted):
-    """`Norms` reads the measures of all gradients together: their rows are in three blocks of memory."""
+    """Each gradient has its own launch. The measures of 150 gradients are in only three blocks of memory."""
     norms, present = Norms(), gradients([3] * 150)
     arrived = [norms.measure(values) for _, values in present]
     assert counted.launches == [1] * 150

@@ -19,7 +19,7 @@ WIDTH, BLOCKS, MICRO_BATCHES, STEPS = 32, 4, 3, 3
 
 
 class Stack(nn.Module):
-    """Runs `between(number, x)` after each block."""
+    """A model that calls `between(number, x)` after each block."""
 
     def __init__(self, between=lambda _, x: x):
         super().__init__()
@@ -77,7 +77,7 @@ def toggled_requires_grad():
 
 
 def drawn_batches():
-    """Yields micro-batches, each drawn on demand from the generator from which the model draws as well."""
+    """Yields micro-batches. Each is drawn on demand from torch's default generator, from which the model also draws."""
     for _ in range(MICRO_BATCHES):
         yield torch.randn(4, WIDTH)
 
@@ -88,7 +88,10 @@ def listed_batches():
 
 
 def kept(program, batches, storage=None, **options):
-    """Trains (without `storage`: in memory, in a plain loop); returns losses, a last random draw, and final values."""
+    """Trains with `accumulate()`, or in memory with a plain loop if `storage` is None.
+
+    Returns the losses, a last random draw, and the final values.
+    """
     torch.manual_seed(0)
     model, loss_of = program()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -196,7 +199,7 @@ def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, 
 
 
 class Drawn(torch.utils.data.IterableDataset):
-    """A data set of 12 examples, which reports the length 4 if `says` is true, and otherwise has no length."""
+    """A data set of 12 examples. If `says` is true, it reports the wrong length 4. Otherwise it has no length."""
 
     def __init__(self, *, says):
         super().__init__()
@@ -222,7 +225,10 @@ def test_a_loader_may_not_know_how_many_micro_batches_it_has(tmp_path, says):
 
 
 class Nested(torch.nn.Module):
-    """Each block computes the next one before its own forward ends, so that all of them hold memory at once."""
+    """A model in which each block calls the next block before its own forward ends.
+
+    So all blocks must be in memory at the same time.
+    """
 
     def __init__(self, meet):
         super().__init__()
@@ -241,7 +247,10 @@ class Nested(torch.nn.Module):
 
 @pytest.mark.filterwarnings("default")
 def test_threads_that_hold_what_the_other_needs_do_not_wait_for_each_other(tmp_path):
-    """Without a budget, the arena adds memory beyond the plan if both threads need more units than it has room for."""
+    """Without a budget, the arena may grow beyond the plan.
+
+    The arena grows if two threads together need more units than the arena has room for.
+    """
     torch.manual_seed(0)
     both = threading.Barrier(2)
     model = Nested(lambda: both.wait(30))

@@ -1,4 +1,4 @@
-"""Tests the gradients that a step uses: non-finite, replaced and zeroed ones; failed steps and backwards."""
+"""Tests the gradients that a step uses: non-finite, replaced and zeroed gradients; failed steps and backwards."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
 def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value):
-    """The state machine of training tests that a step with a gradient that is not finite changes no value."""
+    """step() raises an error that names the parameter, and keeps the parameter's gradient."""
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         model[1].bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(1), value))
@@ -67,11 +67,14 @@ def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value
 
 
 def test_a_fused_step_that_is_not_finite_is_named_by_a_warning(tmp_path):
-    """The norm is known after the updates: step() commits them with a warning, or drops them with nonfinite="skip"."""
+    """The norm is known only after the updates.
+
+    step() commits the updates with a warning. With nonfinite="skip", step() discards the updates.
+    """
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         (loss_of(model) * math.inf).backward()
-        with pytest.warns(UserWarning, match=r'step 1 was committed.*existing="previous".* at 0\. Pass'):
+        with pytest.warns(UserWarning, match=r'step 1 was committed.*back to step 0.*existing="previous".*\. Pass'):
             optimizer.step()
         assert optimizer.steps == 1
     model, optimizer = begun(tmp_path, "fused", existing="replace", nonfinite="skip")
@@ -133,13 +136,16 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
 
 
 def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
-    """In the last backward of a declared step a gradient's arrival starts its update, so a second piece is too late."""
+    """With `accumulation_steps`, the run knows which backward of a step is the last one.
+
+    In this backward, a gradient that arrives is used at once, so a second part of the gradient is too late.
+    """
     model, optimizer = begun(tmp_path, "fused", accumulation_steps=2)
     with optimizer:
         layer = model[0]
         before = values(model)
         layer(batch(1)).sum().backward()
-        # The gradient of the outer call arrives first, since that call is nearer to the loss.
+        # The gradient of the outer call arrives first, because the outer call is nearer to the loss.
         inner = OwnCheckpoint.apply(layer, batch(2).requires_grad_())
         with pytest.raises(UsageError, match=r"already used the first.*ssd"):
             layer(inner).sum().backward()
@@ -159,7 +165,10 @@ def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
 
 
 def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
-    """The engine has already used the gradients that the caller replaces; `zero_grad` drops the staged updates."""
+    """The caller replaces gradients that the engine has already used.
+
+    `zero_grad` must discard the updates that the engine has staged.
+    """
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         before = values(model)

@@ -1,4 +1,4 @@
-"""Tests torch's `clip_grad_norm_` on an offloaded model: the bits of training in memory, without extra reads."""
+"""Tests torch's `clip_grad_norm_` on an offloaded model: the same bits as in memory, and no extra reads."""
 
 from functools import partial
 
@@ -14,13 +14,16 @@ import memascend
 from memascend.params.settling import Settling
 
 STEPS = 6
-# Factors of the losses: the norm of the gradients is far below the limit, or far above it.
+# Factors of the losses. The factor 1e-3 makes the norm of the gradients far smaller than the limit, and 1e3 far larger.
 MIXED = [1e-3, 1e-3, 1e3, 1e-3, 1e-3, 1e3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Mixture(nn.Module):
-    """Has gradients of several layouts, some large enough for two threads, a tied weight, and a 0-dim parameter."""
+    """A model with a tied weight, a 0-dim parameter, and gradients of several layouts.
+
+    Some gradients are large enough for two threads.
+    """
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -119,7 +122,7 @@ def require_bits_of_memory(folder, dtype, backward, clip=clip_grad_norm_):
 def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
     with threads_of_torch(threads):
         norms = require_bits_of_memory(tmp_path, dtype, LOOPS[loop])
-    # In float16 some steps overflow, so the norms may be on one side of the limit only.
+    # In float16 some steps overflow, so all norms may be on the same side of the limit.
     assert dtype == torch.float16 or {bool(norm > 1.0) for norm in norms} == {True, False}
 
 
@@ -152,12 +155,12 @@ def test_any_norm_is_that_of_memory(tmp_path, norm, dtype):
 
 
 def changes_its_norm(p):
-    """Zeroes the tensors that norm calls return: they belong to the caller."""
+    """Zeroes the tensors that norm calls return. The norm of the gradient must not change."""
     p.grad.norm().zero_()
     torch._foreach_norm([p.grad], 2.0)[0].zero_()
 
 
-# Changes to the gradient of a parameter; the state machine of training tests other changes.
+# Functions that change the gradient of a parameter.
 CHANGES = {
     "multiplied": lambda p: p.grad.mul_(3.0),
     "a number is added": lambda p: p.grad.add_(0.01),
@@ -182,7 +185,10 @@ def test_a_gradient_that_changes_after_it_arrived_has_its_new_norm(tmp_path, cha
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("foreach", [None, False])
 def test_autocast_around_the_backward_changes_no_norm(tmp_path, foreach, device):
-    """On a GPU, torch has special kernels for lists of tensors, and autocast changes the dtype of norms."""
+    """The norm that clipping returns must have the bits of torch's norm of plain gradients.
+
+    On a GPU, torch has special kernels for lists of tensors, and autocast changes the dtype of norms.
+    """
     model, optimizer = offloaded(tmp_path, torch.bfloat16, device=device)
     with optimizer:
         for index in range(STEPS):
@@ -206,7 +212,7 @@ def settled(model, optimizer):
 
 
 def traffic(folder, loop, limit, **options):
-    """Returns the bytes of gradients that the steps after the second read and wrote, and the final report."""
+    """Returns the bytes of gradients that the steps after the second step read and wrote, and the final report."""
     model, optimizer = offloaded(folder, torch.bfloat16, **options)
     with optimizer:
         for index in range(STEPS):
@@ -225,7 +231,7 @@ def traffic(folder, loop, limit, **options):
 
 @pytest.fixture
 def one_way(monkeypatch):
-    """Has every deferred update written in the next forward, so that timing does not decide which bytes are read."""
+    """Makes the next forward write each deferred update, so that the bytes that are read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 

@@ -1,4 +1,4 @@
-"""Tests CPU kernels against torch and their references, bit for bit; rejected arguments; the instruction set."""
+"""Tests that CPU kernels have the bits of torch and of their references; rejected arguments; the instruction set."""
 
 import itertools
 import math
@@ -16,12 +16,13 @@ from memascend.kernels.scalars import checked_scalars
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HALVES = DTYPES[1:]
-# So many elements that kernels use several threads and non-temporal stores; no multiple of a vector or chunk length.
+# Enough elements for the kernels to use several threads and non-temporal stores. The number is not a multiple of the
+# length of a vector or of a chunk.
 LONG = (1 << 20) + 12345
 
 
 def any_bits(numel, seed):
-    """Returns finite values over the whole range of fp32, denormals and zeros too."""
+    """Returns finite values over the whole range of fp32, including denormals and zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
     values[::97] = 0.0
@@ -87,7 +88,11 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
 
 
 def test_the_reference_rounds_a_sum_beside_a_tie_once():
-    """The second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2, which float64 rounds to a tie of float32."""
+    """Rounds a second moment that is slightly above a tie.
+
+    The exact second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2. Rounding this number to float64 first would give a
+    tie between two float32 numbers.
+    """
     g, v = torch.tensor([1 + 2**-12]), torch.tensor([2.0**-60])
     numbers = {"lr": 1e-3, "betas": (0.9, 0.5), "eps": 1e-8, "weight_decay": 0.0, "step": 1, "grad_scale": 1.0}
     scalars = checked_scalars(**numbers, maximize=False, decoupled=True)
@@ -208,7 +213,7 @@ def test_other_orders_of_the_elements():
     p, g, m, v = made(1), made(2), made(3), made(4).square()
     twin = [t.contiguous() for t in (p, g, m, v)]
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 1}
-    with pytest.raises(ConfigError, match="lay both out alike"):
+    with pytest.raises(ConfigError, match="use the same strides"):
         kernels.adamw(p, twin[1], m, v, None, **options)
     kernels.adamw(p, g, m, v, None, **options)
     kernels.adamw(*twin, None, **options)

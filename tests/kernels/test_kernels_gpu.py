@@ -37,7 +37,7 @@ def test_check_is_its_reference(dtype, numel, factor):
     assert squares.is_cuda
     assert found.item() is False
     assert squares.item() == pytest.approx(reference[1].item(), rel=1e-12, abs=0)
-    # The CPU has the same bits, since both kernels round only the final sum.
+    # The CPU kernel gives the same bits, because the CPU kernel and the GPU kernel round only the final sum.
     assert squares.item() == kernels.check_and_unscale(expected.cpu())[1].item()
     if numel:
         tensor[numel // 2] = math.nan
@@ -84,7 +84,7 @@ def test_adamw_has_the_bits_of_the_cpu(decoupled, dtype, out):
 def test_more_than_two_to_the_31_elements():
     numel = (1 << 31) + 70_001
     if torch.cuda.mem_get_info()[0] < 3 * numel * 2:
-        pytest.skip("needs 13 GiB of free device memory")
+        pytest.skip("needs 13 GiB of device memory that is not in use")
     tensor = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
     tensor[-1] = 3.0
     found, squares = kernels.check_and_unscale(tensor, 0.5)

@@ -1,4 +1,7 @@
-"""Tests that Triton bodies compile for each architecture and dtype to exact instructions, and runs interpreted/."""
+"""Tests that Triton kernels compile to exact instructions for each architecture and dtype.
+
+Also runs the tests in interpreted/.
+"""
 
 import ast
 import inspect
@@ -17,7 +20,7 @@ from triton.compiler import ASTSource
 
 from memascend.kernels import adamw_jit, check_jit
 
-# Compute capabilities of Ampere, Hopper, and both Blackwells.
+# Compute capabilities of Ampere, of Hopper, and of the two kinds of Blackwell.
 TARGETS = [80, 90, 100, 120]
 # Instructions that round differently from the CPU, or flush denormals.
 INEXACT = re.compile(r"\bdiv\.(?:full|approx)\S*|\bsqrt\.approx\S*|\brsqrt\S*|\brcp\.approx\S*|\S+\.ftz\S*")
@@ -27,12 +30,13 @@ SCALARS = ["grad_factor", "decay", "l2", "first_weight", "beta2", "one_minus_bet
 
 
 def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
-    """Compiles one body; `aligned` names the arguments that are multiples of 16."""
+    """Compiles one kernel; returns the binary. `aligned` names the arguments that are multiples of 16."""
     names = kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     full = {name: "constexpr" if name in constants else signature[name] for name in names}
     source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=attributes)
-    # Each launch has these options; test_every_launch_decides_about_fusion checks that it sets the second option.
+    # memascend launches its kernels with these options. test_every_launch_decides_about_fusion checks that each launch
+    # sets the second option.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = binary.asm["ptx"]
@@ -42,7 +46,7 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
 
 
 def offsets_are_64_bit(binary):
-    """True if 64-bit offsets advance every block of pointers."""
+    """True if every addition to a block of pointers adds 64-bit offsets."""
     tensors = re.findall(r"tt\.addptr .*: tensor<([\dx]+)x!tt\.ptr<\w+>>, tensor<[\dx]+x(i\d+)>", binary.asm["ttir"])
     assert tensors
     return all(kind == "i64" for _, kind in tensors)
@@ -62,19 +66,21 @@ def test_check_compiles(dtype, many, unscale, capability):
     assert offsets_are_64_bit(binary)
     assert not (unscale and dtype == "bf16") or "cvt.rn.bf16" in binary.asm["ptx"]
     assert not FUSED.search(binary.asm["ptx"])
-    # Each lane loads 16 bytes at once, even if the address comes from the table.
+    # Each lane loads 16 bytes at once, even if the address of the data comes from `table`.
     assert re.search(r"ld\.global[.\w:]*\.v[48]\.b32", binary.asm["ptx"])
-    # Programs add 64-bit integers to the device's memory atomically: only integer sums are exact in any order.
+    # The programs of the kernel add 64-bit integers to the GPU's memory with atomic operations. They add integers
+    # because only integer sums are exact in any order.
     added = re.findall(r"\b(?:atom|red)\.[.\w]+", binary.asm["ptx"])
     assert added
     assert all(".add.u64" in one and ".gpu." in one for one in added), added
     assert ".f64" not in binary.asm["ptx"]
-    # A tile is read once, by one load for whole tiles and one for partial tiles. Only tiles with very small values are
-    # read again, by rows.
+    # The code has one load for whole tiles and one load for partial tiles, so each tile is read once. Only tiles with
+    # very small values are read a second time, row by row.
     columns = 512 // DTYPES[dtype].itemsize
     assert len(re.findall(rf"tt\.load .*tensor<8x{columns}x", binary.asm["ttir"])) == 2
     assert len(re.findall(rf"tt\.load .*tensor<1x{columns}x", binary.asm["ttir"])) == 2
-    # Without shared memory, no warp waits for another; without local memory, no register is spilled.
+    # The kernel uses no shared memory, so no warp waits for another warp. It uses no local memory, so no register is
+    # spilled.
     assert binary.metadata.shared == 0
     assert ".local" not in binary.asm["ptx"]
 
@@ -107,7 +113,8 @@ def test_adamw_compiles(dtype, out, l2, capability):
     assert "div.rn.f32" in ptx
     assert "sqrt.rn.f32" in ptx
     assert out is None or f"cvt.rn.{out.replace('fp', 'f')}" in ptx
-    # The formula has two fused multiply-adds, and L2 weight decay a third; the compiler must not fuse other operations.
+    # The formula has two fused multiply-adds, and L2 weight decay adds a third. The compiler must not fuse any other
+    # operations.
     lanes = adamw_jit.BLOCK // 128
     # An `x2` instruction of Blackwell computes two lanes.
     fused = sum(2 if "x2" in found else 1 for found in FUSED.findall(ptx))
@@ -116,7 +123,7 @@ def test_adamw_compiles(dtype, out, l2, capability):
 
 @pytest.mark.parametrize("module", [adamw_jit, check_jit], ids=lambda module: module.__name__)
 def test_every_launch_decides_about_fusion(module):
-    """Triton's default of `enable_fp_fusion` depends on its version and on the environment: each launch must set it."""
+    """The default of `enable_fp_fusion` depends on Triton's version and the environment, so each launch must set it."""
     launches = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -128,7 +135,8 @@ def test_every_launch_decides_about_fusion(module):
         assert decided.get("enable_fp_fusion") is False, ast.unparse(launch)
 
 
-# numpy computes one tile after the other: the slow tests take a minute, or three on a busy, slow processor.
+# The interpreter computes one tile after the other with numpy, so the slow tests take a minute. On a slow and busy
+# processor, they take three minutes.
 @pytest.mark.timeout(820)
 @pytest.mark.parametrize(("marks", "least"), [("not slow", 95), pytest.param("slow", 50, marks=pytest.mark.slow)])
 def test_the_interpreted_kernels_agree_with_their_references(marks, least):
@@ -139,6 +147,6 @@ def test_the_interpreted_kernels_agree_with_their_references(marks, least):
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted, done.stdout
-    # A run that collected no tests would also end with status 0.
+    # If pytest had collected no tests, it would also end with status 0, so the number of passed tests is checked.
     assert int(counted.group(1)) > least
     assert not re.search(r"\d+ skipped", done.stdout)

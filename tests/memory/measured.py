@@ -1,6 +1,6 @@
-"""Trains in a process of its own, and prints the memory that the process held before, during and after.
+"""Trains a model, and prints the memory that the process held before, during and after the training.
 
-The fixture `measure` runs `main`; `WORK` has its options.
+The fixture `measure` runs `main` in a separate process. `WORK` has the options of `main`.
 """
 
 import contextlib
@@ -34,15 +34,18 @@ WORK = {
     "in_heap": False,  # the model is made in the C library's heap, as happens after a large tensor was freed
     "meta": False,  # the model is made on the meta device
     "buffer_bytes": 0,  # the size of a persistent buffer
-    "resume": False,  # the store exists, with one step, and is resumed
-    "phases": False,  # also makes the calls of `others`
-    "cgroup": None,  # a memory cgroup that the process joins; `lower` sets its limit once offload() has returned
+    "resume": False,  # the run resumes an existing store that has one step
+    "phases": False,  # the run also makes the calls in the function `others`
+    "cgroup": None,  # a memory cgroup that the process joins; `lower` sets the cgroup's limit after offload()
     "grow_bytes": 0,  # the cgroup's limit is this many bytes above the memory that the process holds at that time
 }
 
 
 class Block(nn.Module):
-    """Has many small gradients of equal size, so that a peak depends little on how many of them are queued."""
+    """A block with many small gradients of equal size.
+
+    The peak of memory then depends little on the number of gradients that are queued.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -72,13 +75,13 @@ class Model(nn.Module):
 
 
 def status():
-    """Returns VmRSS, VmHWM, RssAnon and so on of this process, in bytes."""
+    """Returns the memory figures of this process (VmRSS, VmHWM, RssAnon and others), in bytes."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
 
 
 class Sampler:
-    """Samples the peak of anonymous memory; the kernel's own peak also counts pages of files."""
+    """Samples the peak of anonymous memory. The peak that the kernel reports would also count pages of files."""
 
     def __init__(self):
         self.peak = 0
@@ -87,7 +90,7 @@ class Sampler:
         self._thread.start()
 
     def _run(self):
-        # The file has no buffer and is read in one call, so sampling itself allocates next to no memory.
+        # The file object has no buffer, and one call reads the whole file, so sampling allocates almost no memory.
         with open("/proc/self/status", "rb", buffering=0) as file:
             while not self._over.wait(0.001):
                 file.seek(0)
@@ -96,7 +99,7 @@ class Sampler:
                 self.peak = max(self.peak, int(text[at : text.index(b"kB", at)]) << 10)
 
     def take(self):
-        """Returns the peak since the last call."""
+        """Returns the peak since the last call of `take`."""
         peak = max(self.peak, status()["RssAnon"])
         self.peak = 0
         return peak
@@ -107,7 +110,7 @@ class Sampler:
 
 
 def activation_bytes(work, itemsize):
-    """Returns the bytes that checkpoints keep: the inputs of all blocks."""
+    """Returns the bytes of the activations that checkpointing keeps: the inputs of all blocks."""
     return work["blocks"] * work["tokens"] * work["width"] * itemsize if work["checkpoint"] else 0
 
 
@@ -119,7 +122,11 @@ def train(model, optimizer, batch, steps):
 
 
 def warm_up(dtype, folder):
-    """Trains a tiny model, so that memory of a first use (threads, heaps, code) is not counted for the model."""
+    """Trains a tiny model before the measured model.
+
+    The first training in a process allocates memory for threads, heaps and code. This memory must not count as memory
+    of the measured model.
+    """
     model = Model(2, 64, recompute=True, vocabulary=64).to(dtype)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(model.parameters()), storage=folder)
     train(model, optimizer, torch.arange(8), 2)
@@ -127,12 +134,15 @@ def warm_up(dtype, folder):
     optimizer.close()
 
 
-# The number of the option in malloc.h, and the highest threshold that glibc chooses on its own.
+# The number of mallopt's option M_MMAP_THRESHOLD (from malloc.h), and the highest threshold that glibc itself chooses.
 M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX = -3, 32 << 20
 
 
 def lower(cgroup, grow_bytes):
-    """Sets the limit `grow_bytes` above the current anonymous memory; the kernel drops cached files if necessary."""
+    """Sets the cgroup's limit to `grow_bytes` above the cgroup's current anonymous memory.
+
+    The kernel drops cached files if this is necessary to meet the limit.
+    """
     first = Path(cgroup, "memory.limit_in_bytes")
     limit = first if first.exists() else Path(cgroup, "memory.max")
     stat = dict(line.split() for line in Path(cgroup, "memory.stat").read_text().splitlines())
@@ -146,7 +156,7 @@ def offloaded(model, folder, work, **options):
 
 
 def prepared(work):
-    """Returns the model, the folder of the run, and the status before the model was made."""
+    """Returns the model, the folder of the run, and the memory figures from before the model was made."""
     dtype = getattr(torch, work["dtype"])
     folder = Path(work["storage"])
     torch.manual_seed(0)
@@ -157,7 +167,8 @@ def prepared(work):
     if work["cgroup"]:
         Path(work["cgroup"], "cgroup.procs").write_text("0")
     if work["in_heap"]:
-        # offload() fixed the threshold in the warm-up. In other programs, freeing a large tensor raises the threshold.
+        # The warm-up's offload() fixed glibc's mmap threshold. In other programs, freeing a large tensor raises this
+        # threshold, so raise it here.
         assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_MAX)
     with torch.device("meta") if work["meta"] else contextlib.nullcontext():
         model = Model(work["blocks"], work["width"], work["checkpoint"], work["vocabulary"]).to(dtype)
@@ -219,16 +230,16 @@ def main(given):
 
 
 def others(model, optimizer, batch, phase):
-    """Makes further calls that a user may make, one after the other, each as a phase."""
+    """Makes further calls that a user may make. Measures each call as a phase."""
     state = model.state_dict()
     phase("state_dict()")
     model.load_state_dict(state)
     phase("load_state_dict() of the same")
-    # Loads one block at a time: new values of all blocks would take the memory of the model.
+    # Loads one block at a time, because new values for all blocks would need as much memory as the model.
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
-    # A step warns about views that outlive the step: drops the state dict, which has views.
+    # The state dict has views of weights. Delete it, because a step warns about views that live longer than the step.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():

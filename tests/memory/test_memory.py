@@ -1,4 +1,4 @@
-"""Tests regions, arenas, rings and leases through the public interface: results, errors, waiting, real limits."""
+"""Tests regions, arenas, rings and leases through the public interface: results, errors, waiting, system limits."""
 
 import re
 import signal
@@ -74,7 +74,7 @@ def test_a_whole_number_of_bytes_may_be_a_float(tmp_path):
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_touched():
-    with pytest.raises(memascend.MemoryLimitError, match=r"^64 TiB of memory .* and [\d.]+ .iB can be had") as caught:
+    with pytest.raises(memascend.MemoryLimitError, match=r"^64 TiB of memory .* [\d.]+ .iB are available") as caught:
         Region(1 << 46)
     assert caught.value.needed == 1 << 46
     assert 0 < caught.value.available < 1 << 46
@@ -145,7 +145,7 @@ def test_a_returned_lease_is_an_error_and_no_crash(arena):
     # A lease in use cannot be returned.
     lease = arena.lease(4 * KIB)
     tensor = lease.tensor(4 * KIB, torch.uint8)
-    with pytest.raises(memascend.UsageError, match="a tensor still lives"):
+    with pytest.raises(memascend.UsageError, match="a tensor still uses this lease"):
         lease.release()
     tensor.fill_(3)
     del tensor
@@ -217,7 +217,7 @@ def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
 
 def test_making_a_region_answers_ctrl_c():
     def make_regions():
-        timer.start()  # a timer that started earlier may fire before this loop on a busy machine
+        timer.start()  # on a busy machine, a timer that started earlier might fire before this loop
         while True:
             Region(1 << 30, owner="interrupted").close()
 
@@ -229,7 +229,7 @@ def test_making_a_region_answers_ctrl_c():
 
 
 def test_a_finaliser_that_asks_a_lease_does_not_block_it(loaded):
-    # Building an exception may collect garbage, which may run code that touches the same lease.
+    # Building an exception may start a garbage collection. The collection may run a finalizer that uses the same lease.
     loaded(
         """
 import gc, torch
@@ -290,7 +290,7 @@ import os, resource, sys
 import torch
 import memascend
 from memascend.memory import Arena, ChunkRing, Region, limits
-import memascend.cli.demo, memascend.cli.doctor, memascend.errors  # before the user changes: files may be root's
+import memascend.cli.demo, memascend.cli.doctor, memascend.errors  # the new user may be unable to read the files
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 assert limits()["memlock_soft"] == 64 << 10
@@ -325,8 +325,8 @@ assert memascend.memory.regions() == before
 
 @pytest.mark.root
 def test_doctor_explains_a_memlock_limit(loaded):
-    # The first call runs as root and imports modules. Without privileges, the second call may not be allowed to read
-    # the modules' folders.
+    # The first call runs as root, so it can import all modules. The second call runs without privileges, and may not be
+    # allowed to read the folders of the modules.
     doctor = "from memascend.cli import main; status = main(['doctor'])"
     out = loaded(f"{doctor}; print('---')\n{UNPRIVILEGED}{doctor}; sys.exit(status)").partition("---\n")[2]
     assert re.search(r"memlock limit +slower", out)
@@ -355,7 +355,8 @@ except memascend.MemoryLimitError as error:
 def test_a_cgroup_limit_is_an_error_and_not_a_kill(python, cgroup):
     first = cgroup / "memory.limit_in_bytes"
     (first if first.exists() else cgroup / "memory.max").write_text(str(512 << 20))
-    # `python` starts a fresh process: the limit would count the shared pages that a forked process copies.
+    # `python` starts a fresh process. If the process were forked, the limit would also count the shared pages that it
+    # copies.
     out = python(
         """
 import os, sys, torch, memascend

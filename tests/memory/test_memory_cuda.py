@@ -18,7 +18,7 @@ LOADED = "driver = ctypes.CDLL('libcuda.so.1')\n"
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "no C compiler (cc or gcc), which the Rust build needs as well"
+    assert compiler, "found no C compiler: install cc or gcc, which the Rust build also needs"
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("libcuda.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
@@ -88,7 +88,10 @@ assert driver.fakeRetained() == 0
 
 
 def test_doctor_says_what_a_refusal_costs(cuda):
-    """A refused registration falls back to mlock, which slows a run: doctor reports this in a separate finding."""
+    """If CUDA refuses to register memory, a region uses mlock instead, which slows a run.
+
+    `memascend doctor` reports this in a separate finding.
+    """
     program = LOADED + "from memascend.cli.doctor import examine_registration\nprint(examine_registration())"
     output, _ = cuda(program)
     assert "possible" in output
@@ -96,8 +99,8 @@ def test_doctor_says_what_a_refusal_costs(cuda):
     output, _ = cuda(program, "refuse")
     assert "verdict='slower'" in output
     assert "CUDA_ERROR_OUT_OF_MEMORY" in output
-    assert "buffer of the driver's" in output
-    assert "mlock instead" in output
+    assert "buffer of the CUDA driver" in output
+    assert "mlock is used instead" in output
 
 
 def test_the_memory_stays_registered_until_the_last_lease_is_gone(cuda):
@@ -135,7 +138,10 @@ del region
 
 
 def test_a_thread_has_no_part_in_captures(cuda):
-    """`ignore_captures` sets the driver's capture mode of the calling thread; without the driver it returns False."""
+    """`ignore_captures` sets the driver's capture mode for the calling thread.
+
+    It returns False if no driver is loaded.
+    """
     _, log = cuda(
         """
 from memascend.memory import ignore_captures

@@ -1,4 +1,4 @@
-"""Tests that the memory of each owner, and the bytes that a run moves, are those of the plan."""
+"""Tests that the memory of each owner, and the bytes that a run moves, agree with the plan."""
 
 import contextlib
 import gc
@@ -41,7 +41,8 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
     with optimizer:
         train(model, optimizer, STEPS)
         plan, host = optimizer.plan, optimizer.report().to_dict()["host"]
-        # Each owner's own count: mappings, the engine's staging, the peak of the queue.
+        # Counts that do not come from the plan: mappings, the engine's staging buffers, and the peak of the gradient
+        # queue.
         engine, store = optimizer._session.run.resources.engine, optimizer._session.run.resources.store
         mapped = {owner: nbytes - before.get(owner, 0) for owner, nbytes in mapped_by_owner().items()}
         tables = host["owners"]["units"]["bytes"] - mapped["units"]
@@ -63,7 +64,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
         for owner, nbytes in held.items():
             assert nbytes == pytest.approx(plan.host[owner], rel=0.01), owner
             assert nbytes <= plan.host[owner], owner
-        # Every mapping belongs to an owner.
+        # Every mapping must belong to an owner.
         answered = held["units"] + held["update staging"] + held["catalog"] + held.get("records in RAM", 0)
         assert sum(mapped.values()) <= answered
         assert host["peak"] <= plan.host_peak <= host["budget"] == plan.budget
@@ -72,7 +73,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
 
 @pytest.fixture
 def in_forward(monkeypatch):
-    """Has every deferred update written in the next forward, so that timing does not decide which bytes are read."""
+    """Makes the next forward write every deferred update, so that timing does not decide which bytes are read."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 
@@ -97,7 +98,8 @@ def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
             found = optimizer.plan.by("next forward").read_bytes
             planned = found.get("values, forward", 0) + found.get("values, backward", 0)
             read = (now - before) / len(STEPS)
-            # Sometimes the units that are cached when a prefetch begins differ from the units that the plan assumes.
+            # When a prefetch begins, the cached units sometimes differ from the units that the plan assumes. The
+            # tolerance allows for this difference.
             assert read == pytest.approx(planned, rel=0.1, abs=unit_bytes), budget
             reads.append(read)
     assert reads[0] >= reads[1] > reads[2] > reads[3]
@@ -113,7 +115,10 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 
 
 def let_fetches_end(optimizer):
-    """Waits for prefetches: the kernel counts their bytes when they are read, the store only when they are used."""
+    """Waits until all prefetches are done.
+
+    The kernel counts the bytes of a prefetch when they are read. The store counts these bytes only when they are used.
+    """
     for unit in optimizer._session.run.residency.units.all:
         while unit.read is not None and not unit.read.done():
             time.sleep(0.001)
@@ -136,7 +141,8 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
         let_fetches_end(optimizer)
         read, written = (now - then for now, then in zip(kernel_counts(), kernels, strict=True))
         now = store.counters()
-    # With direct I/O, the kernel and the store count the same bytes, except for whole pages that commits write.
+    # With direct I/O, the kernel and the store count the same bytes. Only the whole pages that commits write make a
+    # small difference.
     assert read == pytest.approx(now["read_bytes"] - ours["read_bytes"], rel=0.02, abs=1 << 20)
     assert written == pytest.approx(now["written_bytes"] - ours["written_bytes"], rel=0.02, abs=1 << 20)
     moved = (read + written) / len(STEPS) / elements

@@ -1,4 +1,4 @@
-"""Tests the memory and the heap of a training process: flat in depth, never as large as the model, as planned."""
+"""Tests that the memory of training does not grow with depth, stays below the model's size, and follows the plan."""
 
 import pytest
 import torch
@@ -6,26 +6,30 @@ from memory.measured import SQUARES, VOCABULARY
 from support.grids import usual
 
 MIB = 1 << 20
-# With this width a block has 8 MiB of weights, much more than torch and Python keep for its modules.
+# With this width, a block has 8 MiB of weights. torch and Python need much less memory than this for the block's
+# modules.
 WIDTH = 512
 GROWS_MAX = 0.05
-# Memory that a block may cost while its values are on storage: Python objects, and the ends of holes in the heap.
+# The largest memory that a block may need while its values are on storage. Python objects need this memory, and so do
+# the ends of holes in the heap.
 BESIDE_BYTES = 432 << 10
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
-# Memory that the C library's heap may keep for each block in a step: holes around the small saved activation.
+# The largest memory that the C library's heap may keep for each block in a step. It consists of holes around the small
+# activation that the block saves.
 KEPT_BYTES = 2 << 20
 
 
 def added(run):
-    """Returns the peak of memory that training added after the imports, without activations."""
+    """Returns the peak memory of training, minus the memory before the model was made and minus activations."""
     return run["peaks"]["train"] - run["before"]["RssAnon"] - run["activation_bytes"]
 
 
 def require_flat(measure, shallow, deep, **work):
-    """Requires that the peak with a shallow and with a deep model exceeds the shallow model's plan only by little."""
+    """Trains a shallow and a deep model. Requires that neither peak exceeds the plan of the shallow model by much."""
     few, many = (measure(blocks=blocks, width=WIDTH, **work) for blocks in (shallow, deep))
-    # While the queue is full, torch holds one more gradient; the embedding's is the largest. Timing decides how full
-    # the queue is when that gradient arrives, so the peaks of two runs cannot be compared.
+    # While the queue is full, torch holds one more gradient. The largest gradient is the embedding's. Timing decides
+    # how full the queue is when the embedding's gradient arrives, so the peaks of two runs cannot be compared with each
+    # other.
     bound = few["plan"]["host_peak"] + VOCABULARY * WIDTH * 4
     for run, blocks in ((few, shallow), (many, deep)):
         assert added(run) <= bound * (1 + GROWS_MAX) + blocks * KEPT_BYTES, (added(run), bound)
@@ -57,7 +61,7 @@ def test_memory_is_flat_in_depth(measure):
     ],
 )
 def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
-    """The tensors of later steps do not fill the holes that the model's values leave in the heap."""
+    """The model's values leave holes in the heap. The tensors of later steps do not fill these holes."""
     work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
     few, many = require_flat(measure, 4, 20, **work)
     rest = [run["trained"]["RssAnon"] - run["before"]["RssAnon"] for run in (few, many)]
@@ -69,12 +73,13 @@ def test_nothing_holds_the_model(measure):
     run = measure(blocks=18, width=WIDTH, vocabulary=64, phases=True, steps=1)
     assert run["model_bytes"] > 120 * MIB
     at_return = run["after"]["RssAnon"]
-    # The room is for activations, and for gradients that are queued while processors are busy; no copy of the model
-    # would fit.
+    # `room` allows for activations, and for gradients that are queued while processors are busy. A copy of the model
+    # would not fit.
     room = run["model_bytes"] // 2
     assert at_return - run["before"]["RssAnon"] < room
     for phase, peak in run["peaks"].items():
-        # No step() trims the heap after the last backward; on a busy machine the heap then has most gradients.
+        # After the last backward, no step() trims the heap. On a busy machine, the heap then still has most of the
+        # gradients.
         most = run["model_bytes"] if phase in ("backward", "close()") else room
         assert peak - at_return < most, (phase, peak - at_return, run["model_bytes"])
 
@@ -94,25 +99,26 @@ def test_what_is_in_ram_takes_what_the_plan_says(measure):
     # No gradient exists when offload() returns.
     planned = run["plan"]["host_peak"] - plan["gradients in RAM"] - plan["gradients"]
     assert run["after"]["RssAnon"] - run["before"]["RssAnon"] == pytest.approx(planned, rel=0.03)
-    # torch holds one more gradient, which it is computing.
+    # torch also holds the gradient that it is computing.
     assert added(run) <= run["plan"]["host_peak"] * 1.03 + WIDTH * WIDTH * 4
 
 
 @pytest.mark.root
 @pytest.mark.timeout(300)
 def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
-    # After offload() only gradients add memory. With more than planned, the kernel would kill the process, and its
-    # exit status would fail the test. The heap may keep freed memory of up to a tenth of the gradients.
+    # After offload(), only gradients add memory. If the process used more memory than planned, the kernel would kill
+    # it, and the exit status would fail the test. The limit allows for freed memory that the heap keeps, up to a tenth
+    # of the gradients.
     waiting = BLOCKS * BLOCK_BYTES
     grow_bytes = waiting + (waiting * 3 // 100 + waiting // 10) * 4
     measure(**RAM_TIER, options=RAM_OPTIONS, cgroup=str(cgroup), grow_bytes=grow_bytes)
 
 
-# Memory without an owner, which torch keeps after the first step of each size.
+# Memory that belongs to no owner of the plan. torch keeps it after the first step.
 OWNERLESS_BYTES = 2 * MIB
 # glibc may keep this many bytes of freed memory at the heap's end (M_TRIM_THRESHOLD) after step() has trimmed the heap.
 HEAP_BYTES = 2 * MIB
-# A weight that was in the C library's heap leaves a page at the end of its hole.
+# A weight that was in the C library's heap leaves a hole in the heap. The last page of this hole stays in memory.
 PAGE_BYTES = 4096
 
 CASES = {
@@ -130,10 +136,10 @@ def test_the_report_is_what_the_process_grew_by(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
     owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
     objects = run["report"]["beside"]["Python objects"]
-    # offload() moves the model's values out of the process, so the growth includes their bytes.
+    # offload() moves the model's values out of the process. The growth includes the bytes of these values.
     grown = run["trained"]["RssAnon"] - run["made"]["RssAnon"] + run["model_bytes"]
     beside = OWNERLESS_BYTES + HEAP_BYTES + run["parameters"] * PAGE_BYTES
-    # A resumed run may reuse memory of the first run's objects, so the lower bound counts no objects.
+    # A resumed run may reuse the memory of the first run's objects. The lower bound therefore counts no objects.
     assert total - OWNERLESS_BYTES <= grown <= total + objects + beside, (grown, total, objects, owners)
     if case == "deep and narrow":
         assert grown >= total + objects / 2, (grown, total, objects, owners)
@@ -176,8 +182,8 @@ def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
 
 
-# Frees every second tensor in the heap; glibc does not return the pages of the freed tensors to the kernel. A tensor is
-# smaller than the mmap threshold.
+# Frees every second tensor in the heap. glibc does not return the pages of these tensors to the kernel. A tensor is
+# smaller than the mmap threshold, so it is in the heap.
 FREED = """if True:
     import sys
     from pathlib import Path
@@ -204,7 +210,7 @@ def test_a_step_gives_free_heap_back(loaded, tmp_path, environment):
     assert (given > 40 << 20) == (not environment), given
 
 
-# MKL keeps memory for each thread that computed; `mkl_serv_mem_stat` returns its bytes.
+# MKL keeps memory for each thread that computed. `mkl_serv_mem_stat` returns the number of bytes of this memory.
 KEPT = """if True:
     import ctypes, os, sys, threading
     import torch
@@ -272,7 +278,8 @@ def test_memory_of_products_is_freed(loaded):
 @needs_mkl
 def test_threads_of_micro_batches_keep_nothing_for_their_next_products(loaded, tmp_path):
     threads, in_turn, by_layer = map(int, loaded(MICRO_BATCHES, tmp_path / "store").split()[-3:])
-    # The main thread computes the first call; in the second call, each micro-batch has a thread.
+    # In the first call, the main thread computes all micro-batches. In the second call, each micro-batch has its own
+    # thread.
     assert threads == 4
     assert in_turn > 0
     assert by_layer == 0

@@ -1,4 +1,4 @@
-"""Reads the faults that tests must detect from `python/*.toml` and `rust/*.toml`, and applies them."""
+"""Reads faults from `python/*.toml` and `rust/*.toml`, and applies them. Tests must detect each fault."""
 
 from __future__ import annotations
 
@@ -29,13 +29,19 @@ class Fault:
         return f"{self.language}/{self.package}: {self.name}"
 
     def applied(self, text):
-        """Returns the file's text with the fault; raises ValueError unless `text` has the old text exactly once."""
+        """Returns the file's text with the fault.
+
+        Raises ValueError unless `text` contains the old text exactly once.
+        """
         if (times := text.count(self.old)) != 1:
-            raise ValueError(f"{self}: {self.file} has the fault's old text {times} times instead of once")
+            raise ValueError(f"{self}: {self.file} must contain the fault's old text once, not {times} times")
         return text.replace(self.old, self.new)
 
     def key(self, root):
-        """Returns a hash of the fault, its file and its tests: the result of a run depends mostly on these."""
+        """Returns a hash of the fault, its file and its tests.
+
+        The gate stores the result of the fault under this hash.
+        """
         whole = hashlib.sha256(repr(self).encode())
         for path in sorted({root / self.file, *self.sources(root)}):
             whole.update(path.read_bytes())
@@ -45,7 +51,7 @@ class Fault:
         """Returns the files with the fault's tests."""
         if self.language == "python":
             return {root / test.partition("::")[0] for test in self.tests}
-        # A crate also has tests in the files of its code.
+        # The files of a crate's code also have tests, so this returns all files of the crate.
         return set((root / "rust" / self.package).glob("*/**/*.rs"))
 
 
@@ -60,11 +66,11 @@ def faults():
 
 
 def problems(found, root):
-    """Yields a message for each reason that keeps a fault from running."""
+    """Yields a message for each mistake in a fault that keeps the gate from running the fault."""
     names = set()
     for fault in found:
         if str(fault) in names:
-            yield f"{fault}: another fault has this name"
+            yield f"{fault}: another fault has this name: choose a different one"
         names.add(str(fault))
         if not 0 < len(fault.tests) <= MOST_TESTS:
             yield f"{fault}: names {len(fault.tests)} tests: name one to {MOST_TESTS}"
@@ -74,4 +80,4 @@ def problems(found, root):
             yield str(error)
         for source in fault.sources(root):
             if not source.is_file():
-                yield f"{fault}: {source.relative_to(root)} does not exist"
+                yield f"{fault}: its test file {source.relative_to(root)} does not exist"

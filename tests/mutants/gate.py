@@ -1,8 +1,9 @@
-"""Applies each fault to a copy of the tree and runs its nearest tests (`make mutants`); if they pass, it survives.
+"""Applies each fault to a copy of the tree and runs the fault's nearest tests (`make mutants`).
 
-The folder `target/mutants` has the copies, one for Python and one for Rust; the gate runs both at the same time. The
-folder also has the results, by the hash of fault, file and tests. The gate first runs the tests of a package without a
-fault, so that a later failure is due to the fault.
+If these tests pass, the fault survives. The folder `target/mutants` has two copies of the tree, one for faults in
+Python and one for faults in Rust. The gate uses both copies at the same time. The folder also has the results of
+faults. The key of a result is a hash of the fault, its file and its tests. Before the gate applies the faults of a
+package, it runs their tests without a fault. A later failure is then due to a fault.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from mutants.faults import ROOT, faults, problems
 
 PLACE = ROOT / "target" / "mutants"
 SECONDS = 60
-# The time limit for all tests of a package, or for the build of a crate and its dependencies.
+# The time limit in seconds for all tests of a package, or for the build of a crate and its dependencies.
 SECONDS_WITHOUT = 1800
-# pytest's exit status if a test failed. Any other status but 0 means that pytest could not run the tests.
+# pytest's exit status if a test failed. If the status is neither 0 nor this number, pytest could not run the tests.
 FAILED = 1
 
 
@@ -55,7 +56,10 @@ class Tree:
             self._copy(name)
 
     def _copy(self, name):
-        """Copies a file unless the copy is equal: cargo compiles a crate again if a file is newer."""
+        """Copies a file unless the tree has an equal copy.
+
+        A new copy would be newer than the build, and cargo would compile its crate again.
+        """
         source, target = ROOT / name, self.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_symlink():
@@ -76,12 +80,13 @@ class Tree:
 
     def _write(self, path, text):
         path.write_text(text)
-        # Python detects a stale .pyc by the source's length and its time in whole seconds; a fault may change neither.
+        # Python compares the length of a source, and its time in whole seconds, with the .pyc. A fault may change
+        # neither of these, so this deletes the .pyc.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 class Late(Exception):
-    """A command did not end in time."""
+    """Raised if a command does not end within its time limit."""
 
 
 def run(command, cwd, seconds, **environment):
@@ -125,12 +130,15 @@ class Pytest:
         environment = {"PYTHONPATH": str(self._root / "python"), "TRITON_INTERPRET": interpreted}
         status, said = run(command, self._root, seconds, **environment)
         if status not in {0, FAILED}:
-            raise RuntimeError(f"pytest ended with {status}:\n{said}")
+            raise RuntimeError(f"pytest could not run the tests (exit status {status}):\n{said}")
         return said if status else None
 
 
 class Cargo:
-    """Runs a crate's tests in a tree; each test is given by the arguments of `cargo test` that follow the crate."""
+    """Runs a crate's tests in a tree.
+
+    A test is named by the arguments of `cargo test` that follow the crate's name.
+    """
 
     def __init__(self, tree):
         self._root = tree.root
@@ -144,7 +152,7 @@ class Cargo:
         programs = {word for test in tests for word in re.findall(r"^--lib|^--test \S+", test)}
         status, said = self._test(package, [*shlex.split(" ".join(programs)), "--no-run"], SECONDS_WITHOUT)
         if status:
-            raise RuntimeError(f"cargo ended with {status}:\n{said}")
+            raise RuntimeError(f"cargo could not build the tests (exit status {status}):\n{said}")
 
     def failure(self, package, tests, seconds):
         """Returns the output of the first test that fails, or None; raises RuntimeError if a test does not exist."""
@@ -212,12 +220,12 @@ class Gate:
                     runner.build(fault.package, fault.tests)
                     said = runner.failure(fault.package, fault.tests, self._seconds)
             except Late:
-                # The fault caused the delay if the tests end in time without the fault.
+                # The tests took too long. If they end in time without the fault, the fault caused the delay.
                 runner.build(fault.package, fault.tests)
                 runner.failure(fault.package, fault.tests, self._seconds)
                 return "caught", f"the tests did not end within {self._seconds} s"
         except Late:
-            return "not run", f"the tests take more than {self._seconds} s without the fault, too"
+            return "not run", f"the tests take more than {self._seconds} s even without the fault: raise --seconds"
         except RuntimeError as error:
             return "not run", str(error)
         return ("survives" if said is None else "caught"), said
@@ -235,14 +243,14 @@ class Gate:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", help="run the faults whose language, package or name contains one of these")
+    parser.add_argument("words", nargs="*", help="run faults whose language, package or name has one of these words")
     parser.add_argument("--list", action="store_true", help="only list the faults")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for one fault's tests (%(default)s)")
     options = parser.parse_args()
     asked = [fault for fault in faults() if not options.words or any(word in str(fault) for word in options.words)]
     wrong = list(problems(faults(), ROOT))
     if wrong or not asked:
-        return "\n".join(wrong) or "no fault contains one of these words"
+        return "\n".join(wrong) or "no fault has one of these words: see --list"
     if options.list:
         print(*asked, sep="\n")
         return 0

@@ -1,4 +1,4 @@
-"""Provides disks of all kinds for tests of volumes."""
+"""Provides fixtures for tests of volumes: files, loop devices, small file systems and faulty disks."""
 
 from support.disks import backend, child, faulty, loop, path, small_ext4
 

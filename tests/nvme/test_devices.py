@@ -55,7 +55,7 @@ def beginning(device):
 @root
 @pytest.mark.parametrize("tool", [["mkfs.ext4", "-q"], ["mkswap"]])
 def test_a_foreign_device_is_refused_until_wiped(loop, tool):
-    """Tests two of the signatures that the tables in Rust list."""
+    """Tests two foreign signatures. Tables in the Rust code list all signatures that memascend recognises."""
     device = loop(64 * MIB)
     subprocess.run([*tool, device], check=True, capture_output=True)
     first = beginning(device)
@@ -70,7 +70,7 @@ def test_a_foreign_device_is_refused_until_wiped(loop, tool):
 
 @root
 def test_a_partition_table_is_refused(loop):
-    """An MBR partition table is recognised by its entries; for other kinds, tables in Rust list magic bytes."""
+    """Tests an MBR partition table, which has no magic bytes of its own: memascend recognises it by its entries."""
     device = loop(64 * MIB)
     entry = bytes([0, 0, 2, 0, 0x83, 255, 255, 255]) + struct.pack("<II", 2048, 4096)
     with open(device, "r+b") as file:
@@ -164,7 +164,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(path):
 DENIED = """
     import ctypes, struct, sys
     from memascend import ConfigError, nvme
-    # A filter as container runtimes install it: io_uring_setup answers with an error number.
+    # Installs a seccomp filter, as container runtimes do: io_uring_setup fails with the error number `answer`.
     number, answer = 425, int(sys.argv[2])
     program = b"".join(
         struct.pack("HBBI", *step)
@@ -193,7 +193,7 @@ def test_a_process_that_may_not_use_io_uring_gets_threads(path, child, number, s
     chosen, refused = child(DENIED, path, number).splitlines()
     assert chosen.startswith("threads ")
     assert says in chosen
-    assert 'backend "io_uring" cannot be had' in refused
+    assert 'backend "io_uring" is not available' in refused
 
 
 def test_descriptors_that_run_out(path, child):
@@ -223,7 +223,7 @@ SIZE = 1 << 16
 
 
 def at_once(count, act):
-    """Returns the results of `act(index)` on `count` threads that start together; a MemascendError is a result, too."""
+    """Calls `act(index)` on `count` threads that start together; returns each thread's result or MemascendError."""
     gate = threading.Barrier(count)
 
     def run(index):
@@ -261,7 +261,8 @@ def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
             assert len(won) <= 1, results
             if won:
                 assert all(path.exists() for path in paths)
-            # A thread that made a file, but lost the race to lock it, leaves the empty file for the thread that won.
+            # A thread may create a file and then lose the race to lock the file. It leaves the empty file to the thread
+            # that won.
             assert won or all(not path.exists() or path.stat().st_size == 0 for path in paths)
             assert not won or all(path.stat().st_size == 1 << 20 for path in paths)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.root
 
 
 def failed(call, *errnos):
-    """Returns the error of a call, which must fail with one of `errnos`."""
+    """Calls `call`, which must fail with one of the error numbers `errnos`; returns its StorageError."""
     with pytest.raises(StorageError) as caught:
         call()
     assert caught.value.errno in errnos, caught.value
@@ -26,8 +26,11 @@ def failed(call, *errnos):
 
 
 def room(error, folder):
-    """Returns the bytes that a file needs, from the error; requires that the error states the true free bytes."""
-    needed, free = map(int, re.findall(r"for (\d+) more bytes, and (\d+) are free", str(error))[0])
+    """Returns the number of bytes that the file needs according to `error`.
+
+    Requires that the error also states the true number of available bytes.
+    """
+    needed, free = map(int, re.findall(r"for (\d+) more bytes: only (\d+) bytes are available", str(error))[0])
     found = os.statvfs(folder)
     assert 20 * MIB < found.f_bavail * found.f_frsize == free, "the failed open must leave no file behind"
     return needed
@@ -99,7 +102,7 @@ def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
         import errno, resource, signal, sys
         from memascend import StorageError, nvme
         volume = nvme.open(sys.argv[1], backend=sys.argv[2])
-        # The limit is set once the file exists; the default action of its signal ends the process.
+        # Sets the limit after the file exists. The default action of SIGXFSZ would end the process.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         assert volume.write(b"1" * 4096, 0).wait() == 4096
@@ -186,7 +189,7 @@ def test_a_memlock_limit_and_an_unprivileged_user(tmp_path, child):
         """
         import os, resource, sys
         from memascend import nvme
-        os.chdir(sys.argv[1])  # the user may not be allowed to enter its parents
+        os.chdir(sys.argv[1])  # the new user may not be allowed to enter the parent folders
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
         os.setgroups([])
         os.setgid(65534)

@@ -70,7 +70,8 @@ def test_aligned_goes_straight_and_unaligned_is_right(volume):
     volume.read(back, MIB).wait()
     assert torch.equal(back, tensor)
     assert volume.stats()["bounced_bytes"] == 0
-    # Of an aligned buffer with an odd length, the volume copies (bounces) only the end, and writes the rest directly.
+    # If an aligned buffer has an odd length, the volume copies (bounces) only the end of the buffer. It writes the rest
+    # directly.
     volume.write(tensor[: 3 * MIB + 5], MIB).wait()
     assert 0 < volume.stats()["bounced_bytes"] < 4096
     volume.write(tensor[1:1000], 77).wait()
@@ -98,7 +99,8 @@ def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
     ticket.wait()
     gc.collect()
     assert watch() is None, "a finished ticket must release its buffer"
-    # The loop drops the tickets and the tensors: a tensor's memory must not be reused while the volume writes it.
+    # The loop keeps neither the tickets nor the tensors. Even so, a tensor's memory must not be reused while the volume
+    # writes the tensor.
     for round_ in range(15):
         tensor = torch.full((MIB,), round_, dtype=torch.uint8)
         volume.write(tensor, round_ * MIB + 7)
@@ -320,11 +322,11 @@ def test_it_shows_itself(path):
 
 SECONDS = float(os.environ.get("MEMASCEND_SOAK_SECONDS", "240"))
 THREADS, SHARE = 4, 12 * MIB
-M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # from malloc.h
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # mallopt's option numbers, from malloc.h
 
 
 class Worker:
-    """One thread's share of the volume, and `model`, the bytes that the share should contain."""
+    """Runs random operations on one share of the volume. `model` has the bytes that this share should contain."""
 
     def __init__(self, number):
         self.choose = random.Random(number)
@@ -340,9 +342,13 @@ class Worker:
         return (offset // 4096 * 4096 if self.choose.random() < 0.4 else offset), nbytes
 
     def batch(self, volume):
-        """Starts writes and reads of ranges that do not overlap; drops some tickets, waits for others, checks reads."""
+        """Starts writes and reads of ranges that do not overlap.
+
+        Drops some of the tickets, and waits for the other tickets. Checks the bytes that the reads return.
+        """
         if self.loose:
-            # Writes whose tickets were dropped may still be in flight, and the next operations may overlap them.
+            # Writes whose tickets were dropped may still be in flight, and the next operations may overlap these
+            # writes.
             volume.flush()
         taken, tickets, self.loose = [], [], False
         for _ in range(self.choose.randrange(1, 10)):
@@ -357,7 +363,7 @@ class Worker:
             data = self.choose.randbytes(nbytes)
             self.model[offset : offset + nbytes] = data
             if nbytes <= 2 * MIB and self.choose.random() < 0.3:
-                # Writes from the aligned buffer, and waits, since the next write reuses the buffer.
+                # Writes from the aligned buffer. Waits for this write, because the next write reuses the buffer.
                 self.aligned[:nbytes] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 volume.write(self.aligned[:nbytes], self.start + offset).wait()
             else:
@@ -384,7 +390,7 @@ def held():
 
 
 def one_round(workers, volume):
-    """Runs all workers at once: each checks its share, then starts new batches."""
+    """Runs all workers at the same time. Each worker checks its share, then runs new batches."""
 
     def work(worker):
         worker.check(volume)
@@ -397,7 +403,8 @@ def one_round(workers, volume):
 
 @pytest.mark.soak
 def test_random_operations_for_minutes(tmp_path):
-    # Makes glibc use mappings for large objects and one heap for all threads: freed memory leaves the process at once.
+    # Makes glibc use mappings for large objects, and one heap for all threads. Freed memory then leaves the process at
+    # once.
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 16384) == 1
     assert libc.mallopt(M_ARENA_MAX, 1) == 1
@@ -413,7 +420,8 @@ def test_random_operations_for_minutes(tmp_path):
         backend, depth = choose.choice(["io_uring", "threads"]), choose.choice([1, 2, 8, 32])
         volume = nvme.open(paths, backend=backend, queue_depth=depth)
         one_round(workers, volume)
-        # While writes are in flight, the rounds in turn drop the volume, close it twice, and close it once.
+        # While writes are in flight, one round of three drops the volume without close(). Another round calls close()
+        # twice, and the third round calls close() once.
         if rounds % 3:
             volume.close()
         if rounds % 3 == 1:
@@ -425,5 +433,5 @@ def test_random_operations_for_minutes(tmp_path):
     if after_first is not None:
         descriptors, tasks, resident = held()
         assert (descriptors, tasks) == after_first[:2]
-        assert resident < after_first[2] + 16 * MIB, "memory leaks"
+        assert resident < after_first[2] + 16 * MIB, "the process leaked memory"
     print(f"{rounds} rounds, {sum(worker.operations for worker in workers)} writes")

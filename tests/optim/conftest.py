@@ -1,4 +1,4 @@
-"""Simulates the engine for one parameter: an optimizer updates it in parts, with its state in memory."""
+"""Simulates the engine for one parameter. An optimizer updates the parameter in parts, with its state in memory."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ CHUNK = 2048
 
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
-    """Sets torch to one thread: torch's results in 16 bits depend on the number of threads."""
+    """Limits torch to one thread, because torch's results in 16 bits depend on the number of threads."""
 
 
 def layout_of(optimizer, parameter, master_dtype=torch.float32):
@@ -24,21 +24,25 @@ def layout_of(optimizer, parameter, master_dtype=torch.float32):
 
 
 def update_of(optimizer, group, layout, *, first, **given):
-    """Returns an update by the optimizer's own code, as the engine calls it; `group` is one of its groups."""
+    """Returns an update that runs the optimizer's own code, as the engine calls it.
+
+    `group` is one of the optimizer's groups.
+    """
     number = next(at for at, one in enumerate(optimizer.param_groups) if one is group)
     runs = generic.Runs(optimizer, {}, PLAIN, 0)
     return runs.update("w", number, layout, generic.Given(**given), layout.dtype, first=first)[0]
 
 
 class Streamed:
-    """A parameter with values and state in memory; updates it in parts, as the engine does."""
+    """A parameter whose values and state are in memory. Each step updates it part by part, as the engine does."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
         self.layout = layout_of(optimizer, parameter, master_dtype)
         self.chunk = chunk
         self.values = self.flat(parameter.detach())
         given, self.updates = generic.import_state(optimizer, parameter, self.layout)
-        # Fills state that the optimizer has not written yet with 77: an update must not read it.
+        # The number 77 stands for state that the optimizer has not written yet. If an update read this state, its
+        # result would be wrong.
         self.state = {
             name: self.flat(given[name]) if name in given else torch.full(tensor.shape, 77).to(tensor.dtype)
             for name, tensor in self.layout.tensors.items()

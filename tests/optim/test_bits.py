@@ -1,4 +1,4 @@
-"""Tests every optimizer of torch.optim on streamed state, and unusual parameters: bits of training in memory."""
+"""Tests that streamed state and unusual parameters give the bits of training in memory, with all of torch.optim."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ CASES = {
     "SparseAdam": [{}, {"maximize": True}],
 }
 WHOLE = {"Adafactor", "Muon", "SparseAdam"}
-# The dtype of the parameters, and the dtype of their master weights.
+# For each name: the dtype of the parameters, and the dtype of their master weights (None: no master weights).
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "bf16+master": (torch.bfloat16, torch.float32),
@@ -55,7 +55,7 @@ DTYPES = {
 
 def parameters(name, dtype):
     generator = torch.Generator().manual_seed(5)
-    # torch's Adafactor divides by the number of elements, so it gets no empty parameter.
+    # torch's Adafactor divides by the number of elements, so Adafactor gets no empty parameter.
     shapes = [[(4097,), (3, 1741)], [(1,), (), (7, 5, 3), (3,) if name == "Adafactor" else (0, 5)]]
     if name == "Muon":
         shapes = [[(130, 33), (3, 1741)], [(7, 5)]]
@@ -66,7 +66,10 @@ def parameters(name, dtype):
 
 
 def grouped(groups, dtype=None):
-    """Returns groups for an optimizer, with copies of the parameters (converted to `dtype`) and different options."""
+    """Returns two groups for an optimizer, with different options and with copies of the parameters of `groups`.
+
+    If `dtype` is given, the copies have this dtype.
+    """
     options = [{}, {"lr": 0.003}]
     return [
         {**option, "params": [torch.nn.Parameter(one.detach().to(dtype or one.dtype, copy=True)) for one in group]}
@@ -79,7 +82,7 @@ def gradient_of(name, parameter, generator):
     if parameter.dim() and name == "SparseAdam":
         rows = torch.randint(len(drawn), (2 * len(drawn) // 3,), generator=generator)
         return torch.sparse_coo_tensor(rows[None], drawn[rows].to(parameter.dtype), drawn.shape, check_invariants=False)
-    # Autograd gives a gradient the strides of its parameter.
+    # Like autograd, gives the gradient the strides of its parameter.
     return torch.empty_like(parameter).copy_(drawn).detach()
 
 
@@ -97,7 +100,10 @@ def test_every_class_of_torch_is_tried_or_refused():
 
 
 def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chunk=2048):
-    """Trains in memory and in parts, and requires the same bits; some gradients are missing, and lr changes."""
+    """Trains in memory and in parts, and requires that the bits are equal.
+
+    Some gradients are missing, and lr changes in each step.
+    """
     torch.set_num_threads(threads)
     kind = name if inspect.isclass(name) else classes()[name]
     original = kind(grouped(groups), **copy.deepcopy(options))
@@ -115,8 +121,8 @@ def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chu
             zip(members(original), members(reference), strict=True)
         ):
             twin.grad = None
-            # Skips the gradient, as for an expert without tokens; not with torch's fused SGD, which fails if only some
-            # parameters have a momentum buffer.
+            # Skips the gradient, as for an expert without tokens. torch's fused SGD gets every gradient: it fails if
+            # only some parameters have a momentum buffer.
             if (turn + index) % 4 == 1 and not (name == "SGD" and "fused" in options):
                 continue
             gradient = gradient_of(name, parameter, generator)
@@ -161,7 +167,8 @@ def test_streamed_parts_get_the_bits_of_torch_in_memory(name, options, dtype):
 
 
 def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
-    # Simulates torch 2.11 on the CPU, which skips whole vectors: all 64 elements of the check are in whole vectors.
+    # Simulates torch 2.11 on the CPU, whose fused SGD skips whole vectors. All 64 elements of the check are in whole
+    # vectors, so the replacement changes no element.
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)
     monkeypatch.setattr(trial, "_fused_sgd_updates", trial._fused_sgd_updates.__wrapped__)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -170,7 +177,7 @@ def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
         if dtype == torch.float32 or master_dtype or not fused:
             require_streamable(optimizer, master_dtype)
             continue
-        words = r"fused=True is rejected for SGD on parameters of .* set fused=False"
+        words = r"fused=True is rejected for SGD on parameters of .* Use fused=False"
         with pytest.raises(ConfigError, match=words):
             require_streamable(optimizer, master_dtype)
 
@@ -192,7 +199,10 @@ def test_memory_formats_other_than_row_by_row(name):
 
 
 class Scaled(ByParameter):
-    """Reads attributes of itself and of the parameter, a norm and its first group's lr; counts in Python numbers."""
+    """An optimizer that reads its attributes, the parameter's norm and attributes, and the lr of its first group.
+
+    Some of its state is Python numbers.
+    """
 
     def __init__(self, params, *, base, **options):
         super().__init__(params, {"lr": 0.1, **options})
@@ -204,7 +214,7 @@ class Scaled(ByParameter):
         state["count"] += 1
         state["decay"] *= 0.9
         state["begun"] = True
-        # Replaces the tensor in every step, instead of writing in place.
+        # In every step, a new tensor replaces the tensor in the state. Nothing is written in place.
         state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
         rate = self.param_groups[0]["lr"] * state["decay"] * self.base ** state["count"]
         rate = rate * getattr(parameter, "factor", 1.0) / float(parameter.norm() + 1)
@@ -258,11 +268,11 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
     assert same_bits(streamed.shaped(streamed.values), twin.detach().to(dtype))
 
 
-# --- runs with parameters that are not matrices of floats: float64, whole numbers, complex, empty, frozen ----
+# --- runs with unusual parameters: float64, integers, complex numbers, empty, frozen ----------------------
 
 
 class Odd(torch.nn.Module):
-    """Two layers, and the parameter `odd`, whose absolute sum scales the second layer's input."""
+    """Two layers and a parameter `odd`. The absolute sum of `odd` scales the input of the second layer."""
 
     def __init__(self, odd, *, trained):
         super().__init__()
@@ -307,16 +317,20 @@ def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
 
 @pytest.mark.parametrize(("make", "host_memory"), [(MOMENTUM, None), (ADAMW, "64MiB"), (ADAM, "64MiB")])
 def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
-    """Gradients are clipped and accumulated, also in models with float32; with a budget, they wait in memory."""
+    """Clips and accumulates gradients of float64, also in a model that has float32 parameters.
+
+    With a budget, the gradients wait in memory.
+    """
     loop = {"clipped": True, "accumulated": 3}
     plain = Odd(torch.randn(5000, dtype=torch.float64).mul(1e-4), trained=True)
-    # The engine updates float32 with the bits of the fused AdamW, so AdamW's model is float64 throughout.
+    # The engine updates float32 parameters with the bits of the fused AdamW, which differ from the bits
+    # of plain AdamW. With AdamW, all parameters are therefore float64.
     plain = plain if host_memory and make is not ADAMW else plain.double()
     same_run(tmp_path, plain, make, loop, gradients="ssd", host_memory=host_memory)
 
 
 def test_a_norm_of_float64_is_that_of_float64(tmp_path):
-    """The squares of the gradients exceed the range of float32."""
+    """The squares of the gradients exceed the range of float32, so the norm must be computed in float64."""
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     _, optimizer = memascend.offload(
         plain, MOMENTUM(plain.parameters()), storage=tmp_path / "store", gradients="ssd", max_grad_norm=1e-3
@@ -332,7 +346,7 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
     optimizer.close()
 
 
-# `Doubled` stands for a user's class: offload() tries it out before its state streams.
+# `Doubled` stands for a class that a user wrote. offload() runs a trial of such a class before it streams the state.
 @pytest.mark.parametrize("make", [ADAM, MOMENTUM, functools.partial(Doubled, lr=0.01)])
 def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
@@ -341,9 +355,9 @@ def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
 @pytest.mark.parametrize(
     ("odd", "says"),
     [
-        (torch.zeros(5, dtype=torch.complex64), "odd is torch.complex64, and parameters of float32"),
-        (torch.zeros(5, dtype=torch.float8_e4m3fn), "odd is torch.float8_e4m3fn, and parameters of float32"),
-        (torch.empty(0, 4), "odd has no elements, and is a unit alone"),
+        (torch.zeros(5, dtype=torch.complex64), "odd is torch.complex64, but only parameters of float32"),
+        (torch.zeros(5, dtype=torch.float8_e4m3fn), "odd is torch.float8_e4m3fn, but only parameters of float32"),
+        (torch.empty(0, 4), "odd has no elements, and its module has no other"),
     ],
 )
 def test_what_has_no_update_or_no_elements_is_refused_by_name(tmp_path, odd, says):

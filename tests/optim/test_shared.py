@@ -1,4 +1,4 @@
-"""Tests state of users' optimizers: options of groups, attributes, tensors of subclasses; also in RAM."""
+"""Tests state of users' optimizers, streamed or kept in RAM: options of groups, attributes, tensors of subclasses."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from memascend.optim.rules import Arithmetic
 
 
 class Counted(torch.optim.Optimizer):
-    """Adam-like, with a count in each group, an attribute that its first step sets, and a tensor that decays."""
+    """Like Adam, with a count in each group, an attribute that the first step sets, and a tensor option that decays."""
 
     def __init__(self, groups, lr=0.01):
         super().__init__(groups, {"lr": lr, "heat": 1.0, "weight": torch.tensor(1.0)})
@@ -42,7 +42,7 @@ class Counted(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Moves its parameters between training and evaluation, as schedule-free optimizers do."""
+    """An optimizer with different values for training and for evaluation, like schedule-free optimizers."""
 
     def __init__(self, groups, lr=0.1):
         super().__init__(groups, {"lr": lr, "k": 0, "train_mode": False})
@@ -88,14 +88,14 @@ def groups(trained):
 
 def train(trained, optimizer, steps, *, without=()):
     for index in steps:
-        # In the steps of `without`, no parameter of the second group has a gradient.
+        # In the steps that `without` lists, no parameter of the second group has a gradient.
         for parameter in optimizer.param_groups[1]["params"]:
             parameter.requires_grad_(index not in without)
         step(trained, optimizer, index)
 
 
 def begun(storage, kind=Counted, dtype=torch.float32, **options):
-    """Returns the offloaded model, its optimizer, and the optimizer from which offload() made it."""
+    """Returns the offloaded model, its optimizer, and the original optimizer that was passed to offload()."""
     trained = chain(4, bias=True, dtype=dtype)
     original = kind(groups(trained))
     return *memascend.offload(trained, original, storage=storage, **options), original
@@ -154,7 +154,7 @@ def test_a_checkpoint_has_them_too(tmp_path):
     other, optimizer, original = begun(tmp_path / "two", checkpoint=tmp_path / "saved")
     assert original.begun is True
     optimizer.close()
-    # The first commit has the attributes of the checkpoint, so a resumed run has them as well.
+    # The first commit stores the attributes of the checkpoint, so a resumed run has these attributes as well.
     other, optimizer, original = begun(tmp_path / "two", existing="resume")
     assert original.begun is True
     train(other, optimizer, range(3, 5))
@@ -170,7 +170,7 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     loss_of(trained).backward()
     optimizer.zero_grad()
     assert all(map(same_options, before, optimizer.param_groups))
-    # The commit fails: JSON cannot represent this `user_state`.
+    # The commit fails, because JSON cannot represent this `user_state`.
     loss_of(trained).backward()
     optimizer.user_state = {"fine": 1}
     optimizer._session.run.metadata.user_state = object()
@@ -194,7 +194,7 @@ def test_an_overflow_leaves_them_as_they_were(tmp_path):
 
 
 class EverSlower(Counted):
-    """Its ninth step sets `lr` to the norm of a gradient."""
+    """An optimizer whose ninth step sets `lr` to the norm of a gradient."""
 
     def step(self, closure=None):
         super().step()
@@ -212,11 +212,11 @@ class Listing(Counted):
             self.seen = {1, 2}
 
 
-# The ninth step of each class fails with this error.
+# The ninth step of each class fails with the error that its case names.
 @pytest.mark.parametrize(
     ("kind", "gradients", "error", "says"),
     [
-        (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group in another way"),
+        (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group to values"),
         (Listing, "ssd", memascend.MemascendError, "Listing changed its attribute 'seen' to a set"),
     ],
 )
@@ -236,7 +236,8 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
     plain = chain(4, bias=True, dtype=dtype)
     reference = ScheduleFree(groups(plain))
     for epoch in range(2):
-        # eval() committed the values of the evaluation: a new or resumed optimizer begins in evaluation mode.
+        # A new optimizer begins in evaluation mode. eval() committed the values of the evaluation, so a resumed
+        # optimizer begins in evaluation mode, too.
         trained, optimizer, original = begun(
             tmp_path / "store", ScheduleFree, dtype, master_dtype=None, existing="resume"
         )
@@ -260,15 +261,17 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
         assert not hasattr(optimizer, "eval")
 
 
-# --- optimizers without a kernel, under durability="none": torch's are kept in RAM, unknown classes stream ----
+# --- optimizers that the engine's kernels do not support, with durability="none": optimizers of torch are kept in RAM,
+# and users' classes stream ----
 
 LAYERS = 3
 
 
 class Watched(Counted):
-    """A user's class, whose step fails on purpose at one parameter."""
+    """A user's class whose step fails on purpose when it updates one chosen parameter."""
 
-    # The norm of the gradient at which `step` fails: it identifies the parameter, as no two gradients have equal norms.
+    # If a gradient has this norm, `step` fails. The norm identifies the parameter, because no two gradients have equal
+    # norms.
     fails_at = None
 
     def step(self, closure=None):
@@ -313,7 +316,7 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
     with ours:
         stepped(plain, theirs, model, ours, range(3))
         require_equal(plain, theirs, model, ours)
-    # A temporary store is not durable with any `durability`: the class streams here, too.
+    # A temporary store is never durable, whatever `durability` is, so the state of the class streams here, too.
     with offloaded(None, chain(LAYERS, bias=True), Watched, durability=durability, host_memory="64MiB")[1] as ours:
         assert not ours.plan.ram_tier
 
@@ -340,12 +343,12 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
         require_equal(plain, theirs, model, ours)
 
 
-# NAdam's code updates a parameter in parts, Adafactor's as a whole.
+# The code of NAdam updates a parameter in parts. The code of Adafactor updates a parameter as a whole.
 @pytest.mark.parametrize(("kind", "gradients"), [(torch.optim.NAdam, "fused"), (torch.optim.Adafactor, "ssd")])
 def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, gradients):
     plain, theirs, model, ours = made(tmp_path, kind, gradients)
     with ours:
-        # The first commit marks the store in the catalog as open; later commits write nothing.
+        # The first commit marks the store as open in the catalog. Later commits write nothing.
         stepped(plain, theirs, model, ours, range(2))
         before = ours.report()
         ours.param_groups[0]["lr"] = "fast"
@@ -360,11 +363,12 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
         require_equal(plain, theirs, model, ours)
 
 
-# --- state that is a tensor of a subclass, as quantised state is: stored in parts, rebuilt bit for bit ----
+# --- state that is a tensor of a subclass, like quantised state: a store has its parts, and rebuilds it bit for bit
+# ----
 
 
 class Quantised(torch.Tensor):
-    """Stores codes, and a scale for each block; computes with the values that codes and scales encode."""
+    """A tensor that stores codes, and a scale for each block. It computes with the values that they encode."""
 
     @staticmethod
     def __new__(cls, codes, scale, block, dtype):
@@ -408,7 +412,10 @@ class Quantised(torch.Tensor):
 
 
 class QuantisedMomentum(ByParameter):
-    """Quantises the state of parameters from 1,024 elements on; with `anew`, replaces the tensor in each step."""
+    """An optimizer that quantises the state of parameters with at least 1,024 elements.
+
+    With `anew`, it replaces the state's tensor in each step.
+    """
 
     def __init__(self, parameters, *, anew=False):
         super().__init__(parameters, {"lr": 0.1})

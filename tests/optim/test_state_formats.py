@@ -1,4 +1,4 @@
-"""Tests formats of state: the format of each parameter, rejected options, changes of format, Muon with bf16."""
+"""Tests state formats: the format of each parameter, rejected options, changes of the format, and Muon with bf16."""
 
 import itertools
 import json
@@ -24,7 +24,8 @@ def sgd(given, **options):
     return torch.optim.SGD(given, lr=0.1, **options)
 
 
-# For AdamW, and for SGD with momentum: (state, rounding, masters, dtype), and the state's format or an error's text.
+# The keys are `state`, `rounding`, whether there are master weights, and the parameter's dtype. The values are the
+# format of the state, or words of the error. They are the same for AdamW and for SGD with momentum.
 KEPT = {
     ("bf16", "nearest", True, FP32): "bf16",
     ("bf16", "nearest", True, BF16): "compact bf16",
@@ -74,7 +75,7 @@ def test_small_parameters_and_embeddings_keep_32_bits_beside_8():
     assert [found[id(one)] for one in (small, embedding, matrix)] == ["", "", "8bit"]
     found = StateFormats(state="bf16", whole=frozenset([id(embedding)])).of(adamw(given), FP32)
     assert set(found.values()) == {"bf16"}
-    # The shard of a rank has the format of the whole parameter.
+    # The shard of a rank has the format of the whole parameter, which has 8190 elements here.
     found = StateFormats(state="8bit", elements={id(small): 8190}).of(adamw(given), FP32)
     assert found[id(small)] == "8bit"
 
@@ -105,7 +106,7 @@ def test_a_momentum_that_is_there_already_is_gone_on_with(tmp_path):
     ],
 )
 def test_other_optimizers_are_refused_by_name(optimizer, named, state):
-    with pytest.raises(memascend.ConfigError, match=f"state='{state}'.*{named}.*leave it out"):
+    with pytest.raises(memascend.ConfigError, match=f"state='{state}'.*{named}.*remove this option"):
         StateFormats(state=state).of(optimizer(parameters(FP32, FP32)), FP32)
 
 
@@ -114,7 +115,7 @@ def test_a_third_moment_is_refused():
         StateFormats(state="bf16").of(adamw(parameters(FP32), amsgrad=True), FP32)
 
 
-# --- runs that are resumed, or that start from a checkpoint, with another format -----------------
+# --- runs that resume a store or start from a checkpoint, with a different format -----------------
 
 FORMATS = (None, "bf16", "8bit")
 LOSSES = {
@@ -129,7 +130,7 @@ LOSSES = {
 
 def model(seed=0):
     torch.manual_seed(seed)
-    # The transposed weight is not row-major: its blocks follow the order of the elements in memory.
+    # The transposed weight is not row-major, so its blocks follow the order of the elements in memory.
     made = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Tanh(), torch.nn.Linear(90, 70, bias=False))
     made[2].weight = torch.nn.Parameter(torch.randn(90, 70).mul_(0.1).t())
     return made.bfloat16()
@@ -167,7 +168,7 @@ def test_a_start_from_a_checkpoint_goes_on_as_its_run(tmp_path, state, options):
     expected = train(trained, optimizer, range(3, 6))
     left = everything(trained, optimizer)
     optimizer.close()
-    # pytest turns warnings into errors: the same format must not warn.
+    # The new run has the state format of the checkpoint, so it must not warn. pytest turns a warning into an error.
     trained, optimizer = begin(tmp_path / "two", state, 1, checkpoint=tmp_path / "saved")
     assert all(map(same_bits, expected, train(trained, optimizer, range(3, 6))))
     assert same_states(everything(trained, optimizer), left)
@@ -207,11 +208,11 @@ def test_a_master_that_is_given_up_and_a_seed_that_stands_are_said(tmp_path):
         trained, optimizer = begin(tmp_path / "two", "bf16", **options)
     with optimizer:
         train(trained, optimizer, range(2, 4))
-    with pytest.warns(UserWarning, match="the stored seed stands: 0, and not 9"):
+    with pytest.warns(UserWarning, match="the stored seed 0 is used, not 9"):
         begin(tmp_path / "one", "bf16", existing="resume", seed=9)[1].close()
 
 
-# --- Muon: compact masters, a momentum of 16 bits, bytes moved, errors ------------------------------
+# --- Muon: compact master weights, a momentum of 16 bits, bytes moved, errors ------------------------------
 
 
 def matrices(dtype):
@@ -225,7 +226,10 @@ def with_muon(storage, dtype=torch.bfloat16, **options):
 
 
 def in_memory(dtype, steps):
-    """Trains in memory, and rounds momenta after each step; returns values, master weights and momenta."""
+    """Trains in memory and rounds the momenta after each step.
+
+    Returns values, master weights and momenta.
+    """
     model = matrices(dtype)
     optimizer = Reference(torch.optim.Muon(model.parameters(), lr=0.02), loss_scale=1.0)
     masters = list(optimizer.masters.values())
@@ -249,7 +253,7 @@ def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
 def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
-    """The test also allows the padding to whole pages, which is much for small parameters."""
+    """The limit also includes the padding to whole pages, which is large in proportion to small parameters."""
     model, optimizer = with_muon(tmp_path / "store", gradients="fused", state=state)
     with optimizer:
         train(model, optimizer, range(2))

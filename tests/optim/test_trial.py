@@ -1,4 +1,4 @@
-"""Tests which optimizers can stream, errors for those that cannot, that a trial changes nothing, and updates."""
+"""Tests which optimizers stream and which are rejected, that a trial changes nothing, and single updates."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from memascend.optim.trial import elementwise, require_streamable
 
 
 class Plain(ByParameter):
-    """Gradient descent, which subclasses change; its argument `rate` sets the option `lr`."""
+    """Gradient descent, as a base class. The argument `rate` sets the option `lr`."""
 
     def __init__(self, rate, groups, **options):
         super().__init__(groups, {"lr": rate, **options})
@@ -49,7 +49,10 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Counts parameters with a gradient: one, if the trial steps each parameter alone. No update reads the count."""
+    """Counts the parameters that have a gradient, in an attribute that no update reads.
+
+    If a trial steps each parameter alone, the count of each step is one.
+    """
 
     count = 0
 
@@ -58,7 +61,11 @@ class CountingUpdates(Plain):
 
 
 class Passing(Plain):
-    """Passes a number through its tensor `passed`, which an update reads before (`reads_first`) or after writing it."""
+    """Writes the tensor `passed` in each update, and also reads it.
+
+    With `reads_first`, an update reads the number that an earlier update wrote. Otherwise it reads the number that it
+    has just written.
+    """
 
     def __init__(self, rate, groups, *, reads_first=False):
         super().__init__(rate, groups)
@@ -71,7 +78,7 @@ class Passing(Plain):
 
 
 class OwnDraw(Plain):
-    """Draws random numbers for the shape of one parameter only."""
+    """Draws random numbers for the parameter with 20 rows only."""
 
     def one(self, group, parameter, state):
         state["mask"] = torch.zeros_like(parameter)
@@ -108,7 +115,7 @@ class ByValue(Plain):
 
 
 class ByPath(Plain):
-    """Keeps a number if the option `foreach` is None, and a tensor otherwise."""
+    """Stores a Python number in its state if the option `foreach` is None, and a tensor otherwise."""
 
     def __init__(self, rate, groups):
         super().__init__(rate, groups, foreach=None)
@@ -118,11 +125,11 @@ class ByPath(Plain):
 
 
 class Opaque(torch.Tensor):
-    """A tensor subclass without `__tensor_flatten__`, so its parts are unknown."""
+    """A tensor subclass without `__tensor_flatten__`, so memascend cannot divide it into parts."""
 
 
 def own(one):
-    """Returns a class whose step calls `one` for each parameter."""
+    """Returns a subclass of `Plain` whose step calls `one` for each parameter."""
     return type("Own", (Plain,), {"one": one})
 
 
@@ -137,17 +144,17 @@ def made(kind):
         (Remembering, "its attribute 'seen'"),
         (
             own(lambda self, *_: vars(self).update(seen={1})),
-            "attribute 'seen' to a value that is neither number nor text",
+            "attribute 'seen' to a value that is neither a number nor text",
         ),
-        (CountingUpdates, "its attribute 'count' according to how many parameters have a gradient"),
-        (functools.partial(Passing, reads_first=True), "depends on the others"),
+        (CountingUpdates, "its attribute 'count' depending on how many parameters have a gradient"),
+        (functools.partial(Passing, reads_first=True), "depends on other parameters"),
         (
             own(lambda _, group, parameter, __: group.update(seen=parameter.grad.norm().item())),
-            "the option 'seen' of a group by values of single parameters",
+            "the option 'seen' of a group to values that differ between parameters",
         ),
         (own(lambda *_: random.random()), "random numbers"),
         (own(lambda self, *_: self.state["all"].update(count=1)), "state that belongs to no parameter"),
-        (Clipping, "depends on the others"),
+        (Clipping, "depends on other parameters"),
         (own(lambda _, __, parameter, ___: parameter.add_(torch.randn_like(parameter))), "random numbers"),
         (Closing, "missing 1 required positional argument: 'closure'"),
     ],
@@ -183,11 +190,11 @@ def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_change
             own(lambda _, __, parameter, state: state.update(seen=torch.zeros_like(parameter).as_subclass(Opaque))),
             "Own keeps a Opaque as 'seen'",
         ),
-        (Late, "other state after step 2 than after its first"),
+        (Late, "other state after step 2 than after step 1"),
         (OwnDraw, "draws random numbers"),
         (ByValue, "keeps 'scale' as another kind of value where the parameter is zero"),
         (own(lambda _, __, parameter, state: state.update(master=parameter.clone())), "under 'master'"),
-        (Closing, "could not be found out"),
+        (Closing, "could not find out"),
     ],
 )
 def test_state_that_cannot_be_stored_is_refused(kind, says):
@@ -254,7 +261,8 @@ def test_what_is_kept_is_told_from_meta_parameters():
         "col_var": ((7, 1, 5), torch.float32),
     }
     assert all(tensor.is_meta for tensor in kept.tensors.values())
-    # Values and gradient; master and gradient in the master's dtype; the factors of rows and columns; the step.
+    # Summed: values and gradient; master weights, and the gradient in their dtype; the factors of rows and columns; the
+    # step.
     assert kept.whole_bytes == 10_500 * (2 + 2 + 4 + 4) + 4 * (2100 + 35) + 4
     assert kept.stored_bytes == kept.whole_bytes - 42_000
     without = layout_of(torch.optim.Adafactor([parameter]), parameter, None)

@@ -1,4 +1,4 @@
-"""Tests that a trial changes no object of the user: offload() unwraps known wrappers and rejects all other ones."""
+"""Tests that a trial changes no object of the user. offload() unwraps known wrappers and rejects all other wrappers."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ import memascend
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Steps another optimizer, like the classes of this name in timm and pytorch_optimizer."""
+    """Steps another optimizer, like the `Lookahead` classes of timm and pytorch_optimizer."""
 
     def __init__(self, inner):
         self._optimizer_step_pre_hooks = {}
@@ -33,7 +33,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Delegating(torch.optim.Optimizer):
-    """Shows the groups and the state of the optimizer that it wraps."""
+    """Wraps an optimizer, and shows the groups and the state of the wrapped optimizer."""
 
     def __init__(self, inner):
         self.inner = [inner]
@@ -47,7 +47,7 @@ class Delegating(torch.optim.Optimizer):
 
 
 class Holding(torch.optim.SGD):
-    """Holds an object of the user, so a trial must not run its step."""
+    """Holds an object of the user. A step could change this object, so a trial must not run a step."""
 
     def __init__(self, parameters, held):
         super().__init__(parameters, lr=0.1)
@@ -104,7 +104,7 @@ def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner)
         return [*model.state_dict().values(), *(p.grad for p in model.parameters()), *states]
 
     before, groups = copy.deepcopy(tensors()), base.state_dict()["param_groups"]
-    words = f"{kind.__name__} cannot run.*optimizer.*give offload\\(\\) that one"
+    words = f"{kind.__name__} cannot run.*optimizer.*pass that optimizer to offload\\(\\)"
     with pytest.raises(memascend.ConfigError, match=words):
         memascend.offload(model, kind(base), storage=tmp_path / "store")
     assert all(map(same_bits, before, tensors()))
@@ -114,7 +114,7 @@ def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner)
 
 
 class OwnMethod(ByParameter):
-    """Keeps its bound method `_one` in the attribute `one`."""
+    """An optimizer whose attribute `one` is its bound method `_one`."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -149,7 +149,7 @@ def accelerated(inner, *, scaler=None, steps=1):
 
 
 class SingleDeviceStrategy:
-    """Calls the optimizer's step, like Fabric's strategy for one device."""
+    """Calls the optimizer's step, like Fabric's strategy for a single device."""
 
     def __init__(self, **precision):
         self.precision = type("MixedPrecision", (), precision)()
@@ -159,7 +159,10 @@ class SingleDeviceStrategy:
 
 
 class OfFabric:
-    """Simulates Fabric's wrapper, whose class also derives from the optimizer's; has Fabric's name and module."""
+    """Simulates Fabric's wrapper, with the wrapper's class name and module.
+
+    The class of the wrapper also derives from the wrapped optimizer's class.
+    """
 
     def __init__(self, optimizer, strategy):
         self._optimizer, self._strategy = optimizer, strategy
@@ -201,15 +204,21 @@ def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribu
 @pytest.mark.parametrize(
     ("wrapped", "says"),
     [
-        (lambda inner: accelerated(inner, scaler=object()), r"scales gradients.*before accelerator\.prepare"),
-        (lambda inner: accelerated(inner, steps=4), r"steps after 4 backwards.*before accelerator\.prepare"),
+        (
+            lambda inner: accelerated(inner, scaler=object()),
+            r"scales gradients.*pass its results to accelerator\.prepare",
+        ),
+        (
+            lambda inner: accelerated(inner, steps=4),
+            r"steps only once in 4 backwards.*pass its results to accelerator\.prepare",
+        ),
         (
             lambda inner: OfFabric(inner, SingleDeviceStrategy(scaler=object())),
-            r"scales gradients.*before fabric\.setup\(\)",
+            r"scales gradients.*pass its results to fabric\.setup\(\)",
         ),
         (
             lambda inner: OfFabric(inner, type("ShardedStrategy", (SingleDeviceStrategy,), {})()),
-            r"by its ShardedStrategy.*before fabric\.setup\(\)",
+            r"by its ShardedStrategy.*pass its results to fabric\.setup\(\)",
         ),
     ],
 )
@@ -217,7 +226,7 @@ def test_a_wrapper_that_does_more_is_refused(tmp_path, wrapped, says):
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = wrapped(inner)
-    # offload() also examines wrappers in a list.
+    # offload() also examines the wrappers in a list of optimizers.
     for given in (wrapper, [wrapper]):
         with pytest.raises(memascend.ConfigError, match=says):
             memascend.offload(model, given, storage=tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Provides offloaded models, and chains of layers after a step of training."""
+"""Provides offloaded models, and offloaded chains of layers that have trained for some steps."""
 
 import functools
 

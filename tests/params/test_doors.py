@@ -1,4 +1,7 @@
-"""Tests writes to weights between forwards, outside of the three doors: each is rejected and changes nothing."""
+"""Tests writes to weights between forwards. A write outside of the three doors is rejected and changes nothing.
+
+The doors are optimizer.edit(), memascend.materialized(model, modify=True) and model.load_state_dict().
+"""
 
 from types import SimpleNamespace
 
@@ -24,7 +27,7 @@ def test_a_write_past_the_doors_is_refused_with_them_and_changes_nothing(trainin
     model, offloaded = training(units=2)
     expected = values(model)
     if write in AT_ONCE:
-        with pytest.raises(UsageError, match=rf"'0\.weight' is offloaded, and is not .*{DOORS}"):
+        with pytest.raises(UsageError, match=rf"'0\.weight' is offloaded and cannot be .*{DOORS}"):
             WRITES[write](model[0].weight)
     else:
         WRITES[write](model[0].weight)
@@ -77,7 +80,10 @@ def test_every_weight_that_was_written_to_is_named(training):
 
 @pytest.mark.parametrize("way", KEPT)
 def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(training, way):
-    """In memory, the view would follow the weight. Once the view is released, the same step succeeds."""
+    """If the model were in memory, the view would follow the weight. In an offloaded model, the view would be stale.
+
+    After the view is deleted, the same step succeeds.
+    """
     model, offloaded = training(units=2)
     expected, kept = values(model), KEPT[way](model[1].weight)
     words = r"^1\.weight is about to change, .*p\.detach\(\)\.clone\(\)"
@@ -96,7 +102,7 @@ def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(trainin
 @pytest.mark.parametrize("budget", [None, "64MiB"])
 @pytest.mark.parametrize("door", ["edit", "load", "step"])
 def test_a_graph_from_before_a_change_is_refused(training, budget, door):
-    """In memory, too, a backward fails if a tensor that the graph saved was written to."""
+    """Training in memory also rejects this: a backward fails if a tensor that its graph saved was written to."""
     model, offloaded = training(units=2, host_memory=budget, steps=0 if door == "step" else 1)
     loss = model(batch()).square().mean()
     if door == "edit":
@@ -116,7 +122,10 @@ def test_a_graph_from_before_a_change_is_refused(training, budget, door):
 
 
 class Keeps(nn.Module):
-    """Calls `take(weight)` in its first forward or, with `anew`, in each forward, and computes with the result."""
+    """Calls `take(weight)` in its first forward, and computes with the result in each forward.
+
+    With `anew`, calls `take(weight)` in each forward.
+    """
 
     def __init__(self, take, *, anew=False):
         super().__init__()
@@ -136,7 +145,10 @@ def keeping(take):
 
 @pytest.mark.parametrize(("take", "comes"), [(lambda p: p.t(), "step"), (lambda p: p.data, "forward")])
 def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path, take, comes):
-    """In memory, the view follows the weight. A step that computed with the old view must not be committed."""
+    """In a model in memory, the view would follow the weight.
+
+    In an offloaded model the view keeps old values, so a step that computed with the view must not be committed.
+    """
     model, optimizer = offloaded(tmp_path / "s", keeping(take))
     words = r"the attribute 'held' of 0 \(Keeps\) is a view of '0\.weight' that an earlier forward took"
     with optimizer:
@@ -181,7 +193,7 @@ LEGITIMATE = {
 
 @pytest.mark.parametrize("kind", LEGITIMATE)
 def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
-    """The test keeps the graphs of all steps, and the views that a hook took."""
+    """The test keeps the graphs of all steps. It also keeps the views that a forward hook took."""
 
     def make():
         torch.manual_seed(0)

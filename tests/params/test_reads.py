@@ -1,4 +1,7 @@
-"""Tests reads of weights between forwards: they have the bits of training in memory, and unused copies are freed."""
+"""Tests reads of weights between forwards.
+
+The reads have the bits of training in memory, and unused copies are freed.
+"""
 
 import copy
 from unittest import mock
@@ -15,7 +18,10 @@ from memascend.params.unit import Bytes, CachedUnit
 
 
 def averaged(model, optimizer):
-    """Trains with torch's weight average, which is a deep copy of the model; returns losses and its output."""
+    """Trains with torch's weight average, which is a deep copy of the model.
+
+    Returns the losses, and the output of the average.
+    """
     average = torch.optim.swa_utils.AveragedModel(model)
     records = []
     for _ in range(3):
@@ -25,7 +31,10 @@ def averaged(model, optimizer):
 
 
 def penalised(model, optimizer):
-    """Trains with penalties on weights, which the graph reads whole and as views; returns the losses."""
+    """Trains with penalties on weights; returns the losses.
+
+    The graph reads some weights as a whole, and some weights as views.
+    """
     records, first = [], [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         loss = model(batch()).pow(2).mean() + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
@@ -73,7 +82,7 @@ def test_copies_that_nobody_has_are_freed(training):
 def test_no_step_changes_a_state_dict(training):
     model, offloaded = training(units=2)
     state = model.state_dict()
-    # All reads of a weight share one copy, as they share the weight in memory.
+    # All reads of an offloaded weight share one copy, as all reads of a weight in memory share its values.
     assert model.state_dict()["0.weight"].data_ptr() == state["0.weight"].data_ptr()
     view = model[0].weight.detach()
     assert view.data_ptr() == model[0].weight.data.data_ptr()
@@ -99,7 +108,7 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
     before, views = values(model), []
     with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.data)):
         step(model, offloaded)
-    # The next forwards evict the unit of the view, and read it again with the values that the step wrote.
+    # The next forwards evict the unit of the view. They read this unit again, with the values that the step wrote.
     with torch.no_grad():
         for _ in range(3):
             model(batch())
@@ -129,7 +138,7 @@ def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
     assert model[0].weight.any()
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
     assert same_states(part.state_dict(), {name: expected[f"1.{name}"] for name in ("weight", "bias")})
-    # The model that was copied still has its hooks.
+    # The original model still has its hooks, so it rejects a change of dtype.
     with pytest.raises(UsageError):
         model.to(torch.float64)
 
@@ -152,7 +161,7 @@ def test_a_module_that_copies_itself_does_so(tmp_path):
 
 
 class Named(nn.Module):
-    """Its forward uses weights of other modules by name, as many models do."""
+    """A model whose forward uses weights of its submodules by name, as many models do."""
 
     def __init__(self, compute):
         super().__init__()
@@ -179,12 +188,12 @@ COMPILED = {
 }
 
 
-# The compiler reads `.grad` of modules' results, whether they are leaves or not.
+# The compiler reads `.grad` of each module's result, even if the result is not a leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compute", COMPILED)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_path, compute, whole):
-    """Compiles the model (`whole`), or a function outside of it."""
+    """With `whole`, compiles the model. Otherwise compiles a function that uses weights of the model."""
 
     def losses(model, optimizer):
         if whole:

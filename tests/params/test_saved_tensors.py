@@ -1,4 +1,4 @@
-"""Tests that views of offloaded weights that autograd saves are restored with the same strides and bits."""
+"""Tests views of offloaded weights that autograd saves. A restored view has the strides and bits of the saved view."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Multiplies by a view of its weight, which autograd saves for the gradient of the other factor."""
+    """Multiplies the input by a view of the block's weight. Autograd saves this view for the gradient of the input."""
 
     def __init__(self, view):
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Views(nn.Module):
-    """Blocks that are offloaded again when the backward begins."""
+    """Blocks whose weights are offloaded again before the backward begins."""
 
     def __init__(self, view):
         super().__init__()
@@ -46,7 +46,7 @@ def conjugate(weight, x):
 
 
 def negated(weight, x):
-    """Multiplies by the imaginary part of a conjugate: a view that torch negates whenever it reads the view."""
+    """Multiplies by the imaginary part of a conjugate. This part is a view whose values torch negates at each read."""
     return torch.view_as_complex(weight).conj().imag * x
 
 
@@ -65,7 +65,7 @@ def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
 
 
 class Recomputed(nn.Module):
-    """Layers that the backward recomputes after they were offloaded."""
+    """Layers that the backward recomputes after their weights were offloaded."""
 
     def __init__(self, compute):
         super().__init__()
@@ -144,7 +144,7 @@ def test_an_activation_that_was_changed_in_place_is_refused_as_in_memory():
 
 
 class Product(torch.autograd.Function):
-    """Saves the parameter itself."""
+    """Multiplies by a parameter, and saves the parameter itself for the backward."""
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -1,4 +1,4 @@
-"""Runs a training case in RAM and offloaded, in many combinations of options, and compares bits."""
+"""Runs a training case in RAM and offloaded, in many combinations of options, and compares the bits of the results."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 
 GRADIENTS = ("fused", "ssd", "ram", "auto")
 KEPT = ("ssd", "ram")
-# The size of the budget "large", which keeps all state of every model in these tests in RAM.
+# The host memory of the budget "large". For every model of these tests, this memory is enough to keep the whole state
+# in RAM.
 LARGE = "1GiB"
-# The number of budgets that a case may try: its first step may raise a BudgetError for segments, and then for views.
+# The largest number of budgets that a case may try. The first step may need more memory than the plan predicts: first
+# for segments of a checkpoint, and then for views. Each time, the first step raises a BudgetError that names a larger
+# budget.
 BUDGETS_MAX = 4
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A combination of options in which a case runs."""
+    """A combination of options with which a case runs."""
 
     gradients: str
     budget: str  # "smallest", "large" (all state in RAM) or "some" (part of the state in RAM)
@@ -45,7 +48,7 @@ class Mode:
 
 @dataclass
 class Run:
-    """The model, optimizer and batches of a loop, and the values it records; both runs must record equal values."""
+    """The model, optimizer and batches of a loop, and the values that the loop records for the comparison."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +76,7 @@ def usual_loop(run, steps=4):
 
 
 def adamw(model, **options):
-    """Returns AdamW with rates that change a small model visibly, so that a lost update shows."""
+    """Returns AdamW with a learning rate so large that each update visibly changes the weights of a small model."""
     return torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, "weight_decay": 0.1, **options}
     )
@@ -90,27 +93,35 @@ class Case:
     loop: Callable[[Run], None] = usual_loop
     dtype: torch.dtype = torch.float32
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = adamw
-    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of offload() and of the reference
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of offload() and of `Reference`
     gradients: tuple[str, ...] = GRADIENTS
-    everywhere: bool = False  # `make test` runs each mode of gradients, each with a different budget
-    learns_budget: bool = False  # the first step may need more memory than a plan can know
+    everywhere: bool = False  # `make test` runs the case in every mode of gradients, not only in one
+    learns_budget: bool = False  # the first step may need more memory than the plan predicts
     marks: tuple = ()
 
     def modes(self):
-        """Yields all modes of the case; threads and durability take turns, starting from a hash of the case's name."""
+        """Yields a mode for each combination of gradients and budget.
+
+        The number of threads changes at each mode, and the durability changes at every second mode. A hash of `name`
+        selects the threads and the durability of the first mode.
+        """
         turn = zlib.crc32(self.name.encode())
         for index, parts in enumerate(itertools.product(self.gradients, ("smallest", "some", "large"))):
             yield Mode(*parts, 1 + (turn + index) % 2, ("step", "none")[(turn + index) // 2 % 2])
 
 
 def combined(cases: Iterable[Case]):
-    """Parametrizes a test by each case in all of its modes; all but one or a few modes of a case are slow."""
+    """Parametrizes a test by all modes of all cases.
+
+    Most modes are marked slow: `make test` runs few modes of a case.
+    """
     params = []
     for case in cases:
         modes = list(case.modes())
         chosen = [modes[zlib.crc32(case.name.encode()) % len(modes)]]
         if case.everywhere:
-            # Each mode of gradients has three budgets: the next mode takes the next budget.
+            # `modes` has three budgets for each mode of gradients. Chooses the first budget for the first mode of
+            # gradients, the second budget for the second mode, and so on.
             chosen = [modes[3 * index + index % 3] for index in range(len(case.gradients))]
         for mode in modes:
             marks = [*case.marks, *([] if mode in chosen else [pytest.mark.slow])]
@@ -120,7 +131,7 @@ def combined(cases: Iterable[Case]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The records, final values, state and random state of a run, and its initial weights."""
+    """The records, final values, optimizer state and random state of a run, and the weights before the run."""
 
     records: list
     weights: dict[str, torch.Tensor]
@@ -135,9 +146,12 @@ def copies(named):
 
 
 def play(case, threads, take, *, read):
-    """Runs the case with the model and optimizer that `take` returns; copies final values in the context `read`."""
+    """Runs the case with the model and optimizer that `take` returns, and returns the outcome.
+
+    Copies the final values inside the context manager that `read` returns.
+    """
     with threads_of_torch(threads):
-        if "torch._dynamo" in sys.modules:  # code that one run compiled must not serve the next
+        if "torch._dynamo" in sys.modules:  # removes the code that an earlier run compiled
             torch._dynamo.reset()
         torch.manual_seed(1)
         model = case.model().to(case.dtype)
@@ -157,7 +171,7 @@ def play(case, threads, take, *, read):
 
 
 def nothing(*_):
-    """Returns an empty context: the weights of a model in memory can be read as they are."""
+    """Returns a context manager that does nothing: reading the weights of a model in RAM needs no preparation."""
     return contextlib.nullcontext()
 
 
@@ -165,7 +179,7 @@ _references: dict[tuple[str, int], Outcome] = {}
 
 
 def reference(case, threads):
-    """Returns the outcome of the case in RAM, cached by case and number of threads."""
+    """Returns the outcome of the case in RAM. Caches one outcome for each case and number of threads."""
 
     def take(model, original):
         return model, Reference(original, model=model, **case.options)
@@ -174,14 +188,14 @@ def reference(case, threads):
     if key not in _references:
         outcome = _references[key] = play(case, threads, take, read=nothing)
         assert not all(torch.equal(outcome.start[name], outcome.weights[name]) for name in outcome.weights), (
-            "training changed no weight: this case could not fail"
+            "training changed no weight, so this case cannot detect an error"
         )
     return _references[key]
 
 
 @contextlib.contextmanager
 def committed(model, optimizer):
-    """Requires that the run kept its budget; materializes the weights inside the block; then closes the run."""
+    """Requires that the run kept its host budget. Materializes the weights in the `with` block; then closes the run."""
     host = optimizer.report().to_dict()["host"]
     assert host["peak"] <= host["budget"], host
     with memascend.materialized(model):
@@ -190,7 +204,11 @@ def committed(model, optimizer):
 
 
 def budget_of(case, mode, options):
-    """Returns the host budget of a mode: a constant, the smallest that works, or a mean of two budgets of the plan."""
+    """Returns the host budget of a mode.
+
+    "large" is a constant. "smallest" is the smallest budget that works. "some" is the mean of two budgets of the plan:
+    `comfortable` and `all_in_ram`.
+    """
     if mode.budget == "large":
         return LARGE
     with torch.random.fork_rng():
@@ -203,7 +221,10 @@ def budget_of(case, mode, options):
 
 
 def offloaded(case, mode, folder):
-    """Runs the case offloaded; tries again with the budget of a BudgetError if the case may need more than planned."""
+    """Runs the case offloaded, and returns the outcome.
+
+    If a run with `case.learns_budget` raises a BudgetError, runs the case again with the budget that the error names.
+    """
     options = {"storage": folder / "run.store", "gradients": mode.gradients, "durability": mode.durability}
     with threads_of_torch(mode.threads):
         budget = budget_of(case, mode, options)
@@ -222,16 +243,16 @@ def offloaded(case, mode, folder):
         except memascend.BudgetError as error:
             if not case.learns_budget or not taken:
                 raise
-            assert taken[-1].steps == 0, "a budget was rejected after a step was committed"
+            assert taken[-1].steps == 0, "BudgetError was raised after the first step"
             budget = error.smallest
         finally:
             for optimizer in taken:
                 optimizer.close()
-    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, though errors named each as the smallest that works")
+    raise AssertionError(f"{BUDGETS_MAX} budgets were too small, although each error named the next budget as enough")
 
 
 def same(left, right):
-    """True if two values have the same bits; the payloads of NaNs may differ."""
+    """True if two values have the same bits. Only the payloads of NaNs may differ."""
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return bool(left == right)
     return same_bits(left, right, any_nan=True)
@@ -247,9 +268,10 @@ def _named(outcome):
 
 
 def differences(expected, got):
-    """Returns a line for each missing, additional or different value, in the order of records, values and state."""
+    """Returns a line of text for each value that is missing, additional or different in the outcome `got`."""
     expected, got = dict(_named(expected)), dict(_named(got))
-    # An optimizer may count steps as an integer, and may list a master for a parameter that is its own master.
+    # Compares each "step" as a float, because some optimizers store "step" as an integer. If the reference has no
+    # master weight for a parameter, the parameter itself is the master weight, so a master weight in `got` is ignored.
     for name in list(got):
         if name.endswith(": step"):
             got[name] = got[name].float()

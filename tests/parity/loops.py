@@ -1,4 +1,4 @@
-"""Defines training loops as users write them; a loop's code is the same in RAM and offloaded."""
+"""Defines training loops as users write them. The same loop trains a model in RAM and an offloaded model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-CLIPPED = 0.05  # a limit below the gradient norms of these small models, so that it changes the gradients
+CLIPPED = 0.05  # lower than the gradient norms of these small models, so that clipping changes the gradients
 
 
 def finish(run):
@@ -27,7 +27,10 @@ def clips(run):
 
 
 def clips_in_step(run):
-    """Trains with `max_grad_norm=`; records the norm, which is exact and so independent of order and device."""
+    """Trains with `max_grad_norm=` and records the norms.
+
+    The library computes the norms exactly, so the norms must be equal on all devices.
+    """
     for index in range(4):
         run.loss(index).backward()
         run.optimizer.step()
@@ -45,7 +48,7 @@ def accumulates(run, counts=(3, 3, 2)):
 
 
 def scales(run):
-    """Trains with a scaled loss; the third backward overflows, and its step is skipped."""
+    """Trains with a scaled loss. The third backward overflows, so the optimizer skips the third step."""
     half = any(p.dtype == torch.float16 for p in run.model.parameters())
     for index in range(5):
         loss = run.loss(index)
@@ -73,7 +76,7 @@ def grad_scaler(run, *, clip=None):
 
 
 def schedules(run):
-    """Trains with the original optimizer's scheduler; if it has none, with a new scheduler for `run.optimizer`."""
+    """Trains with `run.original.scheduler`, or with a new scheduler if the original optimizer has no scheduler."""
     scheduler = getattr(run.original, "scheduler", None)
     scheduler = scheduler or torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=2e-2, total_steps=6)
     for index in range(5):
@@ -85,7 +88,7 @@ def schedules(run):
 
 
 def changes_options(run):
-    """Changes the learning rate and the momentum; the step with momentum 0 leaves the momentum buffers unchanged."""
+    """Changes the learning rate and the momentum. The step with momentum 0 must not change the momentum buffers."""
     for index in range(4):
         for group in run.optimizer.param_groups:
             group["lr"], group["momentum"] = (0.05, 0.0) if index == 2 else (0.1, 0.9)
@@ -115,7 +118,7 @@ def drops_some(run):
 
 
 def disjoint(run):
-    """Runs two backwards in each step, one for each of two towers, whose graphs exist at the same time."""
+    """Runs one backward for each of two towers in each step. The graphs of the two towers exist at the same time."""
     for index in range(4):
         losses = [run.model(run.batches[index][0], tower).square().mean() for tower in ("left", "right")]
         run.record(*losses)
@@ -136,7 +139,7 @@ def reads_the_head(run):
 
 
 def penalizes_gradients(run):
-    """Adds the gradient of the input to the loss, which takes a backward through the backward."""
+    """Adds a penalty on the input's gradient to the loss, so that the backward also differentiates a backward."""
     for index in range(4):
         x = run.batches[index][0].clone().requires_grad_()
         y = run.model(x)
@@ -148,7 +151,7 @@ def penalizes_gradients(run):
 
 
 def asks_for_gradients(run):
-    """Calls torch.autograd.grad of a weight before each backward; that call stages nothing."""
+    """Calls torch.autograd.grad() for a weight before each backward. The call must not become a part of the step."""
     for index in range(4):
         loss = run.loss(index)
         run.record(torch.autograd.grad(loss, run.model.head.weight, retain_graph=True)[0])
@@ -171,7 +174,7 @@ def generates(run):
 def casts_automatically(run):
     for index in range(4):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # memascend's, about autocast's copies of weights
+            warnings.simplefilter("ignore", UserWarning)  # memascend warns that autocast copies weights
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = run.loss(index)
         loss.backward()
@@ -198,13 +201,13 @@ def failing(module, where):
     except Interruption:
         pass
     else:
-        raise AssertionError("the exception of the hook did not arrive")
+        raise AssertionError("the exception that the hook raised did not reach the caller")
     finally:
         handle.remove()
 
 
 def retains(run):
-    """Runs two forwards before one backward of both, which retains their graphs."""
+    """Runs two forwards, and then one backward of the sum of the two losses. This backward retains the graphs."""
     for index in range(3):
         first, second = run.loss(index), run.loss(index + 1)
         (first + second).backward(retain_graph=True)

@@ -1,11 +1,13 @@
-"""Defines a state machine of training: rules treat a model in memory and an offloaded one alike; all bits stay equal.
+"""Defines a state machine that trains an offloaded model and a model in memory, the twin, and requires equal bits.
 
-A call that cannot be exact must raise the error that the rule predicts; zero_grad() then makes both sides equal again.
+Each rule does the same to both models. If the offloaded model cannot have the bits of the twin, the offloaded call must
+raise the error that the rule predicts. zero_grad() of both models then makes the two models equal again.
 
-[Note: kills] A kill copies the store's file to `corpse`, as a killed process would leave it, between two rules or at a
-call of the engine within a rule. `remains` is the twin's commit that the copy must equal. After a kill right after the
-run's commit, `remains` is None until the twin has made the same commit. `_die` closes the run, resumes the copy and
-restores the twin.
+[Note: kills] A kill simulates the death of the run's process. A kill happens between two rules, or at a call of the
+engine within a rule. The kill copies the store's file to `corpse`: the file of a killed process would have the same
+bytes. `remains` is the twin's commit that the copy must equal. If the kill follows directly after a commit of the run,
+the twin has not made this commit yet, so `remains` is None until the twin has made this commit. `_die` closes the run,
+resumes the copy and restores the twin to `remains`.
 """
 
 from __future__ import annotations
@@ -32,19 +34,21 @@ import memascend
 from memascend import StorageError, UsageError
 
 SEEDS = st.integers(0, 5)
-# Factors of a loss, for norms far below and far above each limit, and for overflows of float16.
+# The loss is multiplied by one of these factors, so that norms lie far below or far above each limit, and float16
+# overflows.
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
 NAMES = st.sampled_from(sorted(CHANGES))
+# The ways to edit weights between steps.
 DOORS = ("materialized", "replaced", "edit", "load_state_dict")
 
 
 class Machine(RuleBasedStateMachine):
-    """The offloaded run, its twin, and the loop's calls since the last step, which predict the errors.
+    """The offloaded run, its twin, and a record of the calls since the last step, from which rules predict errors.
 
     Attributes:
-        waits: the option `gradients` of all lives; None: any but "fused".
-        seen: how often each event happened in all examples, by its name.
+        waits: the option `gradients` of all processes of a run. None: each process draws a mode other than "fused".
+        seen: for the name of each event, the number of times that the event happened in all examples.
     """
 
     waits = None
@@ -57,7 +61,7 @@ class Machine(RuleBasedStateMachine):
         self.corpse = None
         self.optimizer = None
         self.staged = False
-        # Views of weights that user code keeps, by the names of their parameters.
+        # Maps names of parameters to the views of these parameters that user code keeps.
         self.kept = {}
         self.checks = self.unseen = 0
         FUSE.left = 0
@@ -90,7 +94,10 @@ class Machine(RuleBasedStateMachine):
         return self.folder / f"{self.stores}.store"
 
     def _open(self, life, file, **options):
-        """Starts a process: offloads a model with new initial values, which a resumed store replaces."""
+        """Simulates a new process: offloads a new model.
+
+        If the store is resumed, the values of the store replace the initial values.
+        """
         self.file, self.life = file, life
         self.processes += 1
         self.kept.clear()
@@ -99,8 +106,9 @@ class Machine(RuleBasedStateMachine):
         self.plain.restore()
         self.plain.computed = False
         self._forget_gradients()
-        # The mode that "auto" may choose after the loop's first step: "" means "fused", "either" means "fused" or
-        # "ssd", and "declared" and "keeps" mean "ssd".
+        # `habit` is a word for how the loop uses gradients up to the first step. From this word, `_stepped` predicts
+        # the mode that gradients="auto" chooses: "" predicts "fused", "either" predicts "fused" or "ssd", and
+        # "declared" and "keeps" predict "ssd".
         self.habit = "declared" if self._declared > 1 or setup.options.get("max_grad_norm") is not None else ""
         self.mode = "ssd" if life.gradients == "auto" else life.gradients
         self.steps_of_life = FUSE.commits = 0
@@ -121,16 +129,20 @@ class Machine(RuleBasedStateMachine):
         self.died = when
         # With durability="none", the first commit of a process marks the store as unclosed.
         self.is_unclosed = self.life.durability == "none" and FUSE.commits > 0
-        # The twin commits after the run does: `_note_commit` then sets `remains`, see [Note: kills].
+        # After a commit of the run, the twin still has to commit. `_note_commit` then sets `remains`, see [Note:
+        # kills].
         self.remains = None if when == "after" else self.plain.committed
 
     def _note_commit(self):
-        """Sets `remains` to the twin's new commit if the process was killed right after its own commit."""
+        """If the run was killed right after a commit, sets `remains` to the twin's equal commit."""
         if self.corpse is not None and self.remains is None:
             self.remains = self.plain.committed
 
     def _die(self, life):
-        """Resumes the store of the killed process; if it is unclosed, offload() must raise and name `durability`."""
+        """Resumes the copy of the killed run's store.
+
+        If the copy is marked as unclosed, offload() must raise an error that names `durability`.
+        """
         corpse, self.corpse = self.corpse, None
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
@@ -156,12 +168,15 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _taken(self):
-        """True if updates have used the gradients on arrival, as "fused" does."""
+        """True if updates have already used the gradients. Only "fused" uses gradients before step()."""
         return self.mode == "fused" and self._handles and (self.spent or self.backwards >= self._declared)
 
     @property
     def _is_partial(self):
-        """True if "fused" updates wait for more backwards; changing p.grad would make them wait for step()."""
+        """True if the mode is "fused", and the updates wait for more backwards.
+
+        Rules must not change p.grad then, because a change would delay the updates until step().
+        """
         return self.mode == "fused" and self._declared > 1 and not self._taken
 
     @property
@@ -170,9 +185,13 @@ class Machine(RuleBasedStateMachine):
         return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
 
     def _forget_gradients(self, *, noticed=True):
-        """Forgets all gradients; without `noticed` the library detects their removal when it next reads p.grad."""
+        """Records that all gradients were removed.
+
+        If `noticed` is false, the library detects the removal only when it next reads p.grad.
+        """
         self.backwards = 0
-        # `fresh`: step() has gradients to use. `staged`: the library has some of them, not only tensors in p.grad.
+        # `fresh`: there are gradients that no step() has used. `staged`: the library has taken gradients, so a step is
+        # staged. A tensor that the user puts into p.grad stages no step.
         self.fresh = False
         self.staged = self.staged and not noticed
         self.unnoticed = not noticed
@@ -184,7 +203,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _late_rates(self):
-        """True if the learning rate of a group has changed since its updates ran."""
+        """True if the learning rate of a group has changed since the updates of this group ran."""
         changed = [one != other for one, other in zip(self.rates, self._rates(), strict=True)]
         handles = {id(p) for p in self._handles}
         groups = zip(changed, self.optimizer.param_groups, strict=True)
@@ -192,7 +211,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextlib.contextmanager
     def _refused(self, words):
-        """Requires that the block raises a UsageError with `words`; zero_grad() then undoes the block's effects."""
+        """Requires that the block raises a UsageError that matches `words`; then drops all gradients by zero_grad()."""
         with pytest.raises(UsageError, match=words):
             yield
         self.seen[f"refused: {words}"] += 1
@@ -204,13 +223,19 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _mixes(self):
-        """True if a step is staged, which saves and doors reject; they drop a step whose gradients were removed."""
+        """True if a step is staged. save() and edits of weights then raise an error.
+
+        If all gradients were removed from p.grad, save() and edits drop the staged step and do not raise.
+        """
         if self.staged and not self._present:
             self._forget_gradients()
         return self.staged
 
     def _noticed(self):
-        """Notes a change of p.grad, from which "auto" chooses; "auto" detects changes of gradient handles only."""
+        """Records in `habit` that p.grad was changed.
+
+        If p.grad is a plain tensor, gradients="auto" may fail to detect the change, so `habit` becomes "either".
+        """
         self.habit = "keeps" if self._handles else self.habit or "either"
 
     # --- gradients -----------------------------------------------------------------------------
@@ -235,7 +260,7 @@ class Machine(RuleBasedStateMachine):
         self._arrived(1)
 
     def _arrived(self, backwards):
-        """Notes that the gradients of `backwards` backwards arrived on both sides."""
+        """Records that the gradients of `backwards` backwards have arrived in both models."""
         self.backwards += backwards
         self.fresh = self.staged = True
         self.rates = self._rates()
@@ -244,7 +269,8 @@ class Machine(RuleBasedStateMachine):
     @rule(first=SEEDS, count=st.integers(1, 3), by_layer=st.booleans())
     def accumulate(self, first, count, by_layer):
         if self.unnoticed:
-            # Otherwise accumulate() would count one backward too many.
+            # The library has not detected yet that the gradients were removed, so accumulate() would count one backward
+            # too many.
             self._discard()
         count = self._declared if self._declared > 1 else count
         seeds = [first + index for index in range(count)]
@@ -256,7 +282,7 @@ class Machine(RuleBasedStateMachine):
             self.plain.backward(loss)
         if count > 1 and not self.habit:
             self.habit = "either"
-        # accumulate() itself declares how many backwards make a step.
+        # accumulate() tells the library how many backwards make the step.
         self._arrived(max(self._declared, count))
 
     @precondition(lambda self: self._present)
@@ -311,7 +337,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self._declared == 1 and (self.fresh or not self._present))
     @rule(every=st.integers(1, 3), value=st.sampled_from((0.0, 1e-2, -0.5)))
     def assign_gradients(self, every, value):
-        # Replaces at most every other gradient, so that gradients whose updates have run remain.
+        # If updates have already used the gradients, replaces at most every other gradient, so that some used gradients
+        # remain.
         every = max(every, 2) if self._taken else every
         self._put(every, lambda p: torch.full(p.shape, value, dtype=p.dtype))
         self.habit = self.habit or "either"
@@ -326,8 +353,9 @@ class Machine(RuleBasedStateMachine):
     @rule(to_none=st.booleans(), of_model=st.booleans())
     def zero_grad(self, to_none, of_model):
         if not to_none and self._taken:
-            # A sum of several backwards was spilled to storage. If storage still has the sum, zeroing works.
-            with self._refused("zeros") if self.backwards == 1 else contextlib.suppress(UsageError):
+            # After one backward, zeroing used gradients must raise. After several backwards, storage may still have the
+            # sum of the gradients, so zeroing may work.
+            with self._refused("set_to_none=False") if self.backwards == 1 else contextlib.suppress(UsageError):
                 self.optimizer.zero_grad(set_to_none=False)
             self._discard()
             return
@@ -368,7 +396,8 @@ class Machine(RuleBasedStateMachine):
                 self.optimizer.step()
             self.seen["a commit failed"] += 1
             if not zeroes or self.changed:
-                # The update has consumed the gradients and their changes: the step cannot be repeated.
+                # The failed step has used up the gradients and the changes of gradients, so the test cannot repeat the
+                # step.
                 self._discard()
                 return
         self.optimizer.step()
@@ -388,7 +417,7 @@ class Machine(RuleBasedStateMachine):
         self.kept.clear()
 
     def _stepped(self):
-        """Steps the twin, and requires that it agrees with the run's step."""
+        """Makes the twin's step, and requires that the twin's step and the run's step have equal results."""
         committed = self.plain.step()
         self._note_commit()
         assert self.optimizer.overflowed == self.plain.overflowed
@@ -397,8 +426,8 @@ class Machine(RuleBasedStateMachine):
         if not committed:
             self.seen["overflows"] += 1
             return
-        # In memory, multiplying gradients by a factor rounds them and so changes their norm (much in 16 bits). The
-        # offloaded run does not round gradients on storage.
+        # If the loop changed the gradients, the two norms may differ. The twin multiplies each gradient by a factor and
+        # rounds the product; the error is largest in 16 bits. The offloaded run does not round gradients on storage.
         rounds = 1e-6 if self.plain.setup.dtype == torch.float32 else 0.05
         near = {"rel": rounds if self.changed else 1e-12}
         assert self.optimizer.grad_norm == pytest.approx(self.plain.grad_norm, nan_ok=True, **near)
@@ -411,7 +440,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(first=SEEDS, factors=st.lists(FACTORS, min_size=1, max_size=3), count=st.sampled_from((1, 1, 1, 2)))
     def train(self, first, factors, count):
-        """Makes whole steps, as most loops do."""
+        """Trains whole steps, from the forward to zero_grad(), as most loops do."""
         for factor in factors:
             self._train(first, factor, count)
 
@@ -421,7 +450,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def train_by_an_infinite_loss(self, seed):
-        """Trains with an infinite loss if the norm is known before the commit: not with "fused" and "raise"."""
+        """Trains with an infinite loss.
+
+        With "fused" and nonfinite="raise", step() would commit the step with a warning, so the rule does nothing.
+        """
         if self.mode != "fused" or self.plain.setup.options["nonfinite"] == "skip":
             self._train(seed, float("inf"), 1)
 
@@ -451,7 +483,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.setup.model != "norms" and not self._taken)
     @rule(where=st.sampled_from(("before", "after", "backward")), seed=SEEDS)
     def fail(self, where, seed):
-        """Raises a user's exception in a forward or backward; gradients that have arrived are dropped."""
+        """Raises an exception of user code in a forward or a backward, and then drops all gradients."""
         for model, backward in ((self.model, self.optimizer.backward), (self.plain.model, self.plain.backward)):
             with failing(model.blocks[1], where):
                 backward(self.plain.setup.loss(model, seed))
@@ -483,14 +515,17 @@ class Machine(RuleBasedStateMachine):
         seed=SEEDS,
     )
     def write_past_the_doors(self, number, how, then, seed):
-        """Writes to a weight past the doors: the call or the next use must raise, and the weight keeps its values."""
+        """Writes to a weight in a forbidden way: the write or the next use must raise.
+
+        The weight must keep its values.
+        """
         parameters = dict(self.model.named_parameters())
         name = list(parameters)[number % len(parameters)]
         if then == "save" and self._mixes():
             then = "read"
         if name in self.kept:
-            # If user code holds a copy, the library compares it only when a forward uses the weight, or a step changes
-            # the weight.
+            # If user code holds a copy of the weight, the library compares the copy with the weight only when a forward
+            # uses the weight or a step changes the weight.
             then = "forward"
         with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - any of these may raise
             WRITES[how](parameters[name])
@@ -504,7 +539,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(door=st.sampled_from(DOORS), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
     def edit(self, door, every, factor):
-        """Writes through one of the doors; the factor 1 changes no bit, so the masters must stay."""
+        """Edits weights by one of the ways in `DOORS`.
+
+        The factor 1 changes no bit, so master weights must not change.
+        """
         named = list(self.plain.model.named_parameters())[::every]
         values = {name: p.detach() * factor for name, p in named}
         mixes = self._mixes()
@@ -542,7 +580,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
     def end(self, data, how):
-        """Ends the process by `how`, and resumes the run in a new process."""
+        """Ends the simulated process in the way that `how` names, and resumes the run in a new process."""
         if how == "checkpoint" and not self._save():
             return
         life = data.draw(lives(self.waits), "life")
@@ -563,7 +601,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(calls=st.integers(1, 40), at_commits=st.booleans(), data=st.data())
     def kill_later(self, calls, at_commits, data):
-        """Arms the fuse: a kill at one of the engine's next calls, or before or after one of its next commits."""
+        """Arms the fuse.
+
+        The fuse kills the run at one of the engine's next calls, or before or after one of the next commits.
+        """
         self.next_life = data.draw(lives(self.waits), "life")
         FUSE.left, FUSE.at_commits = (1 + calls % 4 if at_commits else calls), at_commits
 
@@ -572,7 +613,7 @@ class Machine(RuleBasedStateMachine):
         self._save()
 
     def _save(self):
-        """Saves a checkpoint, which must raise while a step is staged; True if it was written."""
+        """Calls save(), which must raise while a step is staged. Returns True if save() wrote a checkpoint."""
         mixes = self._mixes()
         with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
             self.optimizer.save(self.folder / "saved")
@@ -582,7 +623,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(rules=st.integers(1, 5))
     def look_away(self, rules):
-        """Skips the comparison of values for `rules` rules: reading values would write the deferred updates."""
+        """Skips the comparison of values for `rules` rules, because reading values would write the deferred updates."""
         self.unseen = rules + 1
 
     @invariant()

@@ -1,4 +1,4 @@
-"""Defines how rules of the state machine change gradients and use weights, and a fuse in the engine's calls."""
+"""Defines how the rules of the state machine change gradients and use weights, and how they make engine calls fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = ("spill", "update", "update_spilled", "apply", "take_back", "discard", "
 
 
 class Learned(logging.Handler):
-    """A log handler that stores the mode of gradients that "auto" logs after its first step."""
+    """A log handler that reads from the log which mode gradients="auto" has chosen after the first step."""
 
     mode = None
 
@@ -32,13 +32,16 @@ class Learned(logging.Handler):
 
 
 class Fuse:
-    """A patch of every engine's calls: it calls `kill` at one of the next calls, or fails the next commit."""
+    """A patch of `Engine`.
+
+    The patch calls `kill` at one of the engine's next calls, or makes the engine's next commit fail.
+    """
 
     def __init__(self):
-        # The fuse counts this number down before each call and after each commit, and calls `kill` when it becomes 0.
-        # If it is 0 from the beginning, the fuse is off.
+        # The number of events until the fuse calls `kill`. The beginning of each engine call is an event, and so is the
+        # end of each commit. With 0, the fuse never calls `kill`.
         self.left = 0
-        # If true, only commits count.
+        # If true, only the beginning and the end of a commit are events.
         self.at_commits = False
         self.kill = None
         self.fails = False
@@ -82,7 +85,7 @@ class Fuse:
 
 FUSE = Fuse()
 
-# Changes of a parameter's gradient.
+# Functions that change the gradient of a parameter.
 CHANGES = {
     "scale": lambda p: p.grad.mul_(3.0).div_(7.0),
     "clamp": lambda p: p.grad.clamp_(-1e-3, 1e-3),
@@ -90,7 +93,7 @@ CHANGES = {
     "replace": lambda p: setattr(p, "grad", p.grad * 0.5),
 }
 
-# Reads of a model's weights; the results must equal those of the model in memory.
+# Functions that read the weights of a model. The offloaded model and the model in memory must give equal results.
 READS = {
     "clones": lambda model: [p.detach().clone() for p in model.parameters()],
     "sums": lambda model: [p.float().sum() for p in model.parameters()],
@@ -112,7 +115,8 @@ def _saved(state):
     return torch.load(file)
 
 
-# Views of a parameter: each keeps the parameter's memory alive, and would keep the old values when it changes.
+# Functions that return a view of a parameter. A view keeps the memory of the parameter alive, so the view would still
+# have the old values after a step changes the parameter.
 KEPT = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -131,7 +135,7 @@ def _storage(p):
     p.data.untyped_storage()[0] ^= 1
 
 
-# Writes to a parameter past the doors. torch dispatches these to the parameter's class, which raises at once.
+# Forbidden writes to a parameter. torch dispatches these writes to the parameter's class, which raises at once.
 AT_ONCE = {
     "in place": lambda p: p.add_(1),
     "operator": lambda p: p.__iadd__(1),
@@ -143,11 +147,12 @@ AT_ONCE = {
     "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
     "init": lambda p: torch.nn.init.constant_(p, 7),
     "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
-    # The names of the following two functions do not show that they write.
+    # The names of the next two functions do not tell the library that these functions write.
     "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
     "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }
-# Writes to a copy of the parameter, which the library later compares with the original.
+# Forbidden writes to a copy of the parameter. The library detects such a write later, when it compares the copy with
+# the parameter.
 COPIES = {
     "data": lambda p: p.data.add_(1),
     "detach": lambda p: p.detach().detach().view(-1)[:1].fill_(7),

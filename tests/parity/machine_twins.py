@@ -1,4 +1,4 @@
-"""Draws models, optimizers and options for the state machine; trains the twin in memory, which is the reference."""
+"""Draws models, optimizers and options for the state machine, and trains the twin: the same model in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 def norms():
-    """Returns a model with buffers that each forward changes, and two matrices large enough for 8-bit state."""
+    """Returns a model whose buffers change in each forward, and whose two largest matrices can have 8-bit state."""
     layers = (nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
     return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
 
@@ -71,7 +71,7 @@ OPTIMIZERS = {
     "muon and adamw": muon_and_adamw,
     "three": three,
 }
-# Optimizers whose moments can have other formats.
+# The optimizers whose moments can have 16 or 8 bits.
 FORMATTED = ("adamw", "adam", "sgd")
 
 SCHEDULERS = {
@@ -84,7 +84,7 @@ SCHEDULERS = {
 
 
 def one_or_list(members):
-    """Returns the optimizers as offload() takes them: a list, or the only one itself."""
+    """Returns the argument for offload(): the list of optimizers `members`, or its only optimizer without a list."""
     return members if len(members) > 1 else members[0]
 
 
@@ -96,7 +96,7 @@ class Setup:
     dtype: torch.dtype
     optimizer: str
     options: dict[str, Any]
-    """Options of offload() that change the update or the step; accumulation_steps and nonfinite are always set."""
+    """Options of offload() that change the update or the step. `accumulation_steps` and `nonfinite` are always set."""
     scheduler: str | None
 
     def made(self, seed):
@@ -115,15 +115,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Life:
-    """The options that each process of a run chooses anew."""
+    """The settings that may differ between the processes of a run."""
 
     gradients: str
     budget: float | None
-    """The budget, from the smallest (0) to one with all state in RAM (1); None: the library chooses."""
+    """The host budget as a number: 0 is the smallest budget, and 1 keeps all state in RAM.
+
+    None: the library chooses.
+    """
     durability: str
     log_steps: int | None
     settles: str | None
-    """The pass of the next step that writes deferred updates: "forward" or "backward"; None: the library chooses."""
+    """When the next step writes deferred updates: in its "forward" or its "backward". None: the library chooses."""
 
     def options(self, setup, storage):
         """Returns the arguments of offload()."""
@@ -139,7 +142,10 @@ class Life:
 
 
 def opened(setup, life, file, seed=1, **options):
-    """Offloads a new model as one process of a run does; a resumed store replaces the initial values."""
+    """Offloads a new model, as each process of a run does.
+
+    If the store is resumed, the values of the store replace the initial values.
+    """
     model, members = setup.made(seed)
     schedulers = setup.schedulers(members)
     model, optimizer = memascend.offload(model, one_or_list(members), **{**life.options(setup, file), **options})
@@ -152,7 +158,10 @@ def opened(setup, life, file, seed=1, **options):
 
 
 def formats(draw, optimizer, dtype):
-    """Draws options of the state's format; draws none for an optimizer that has only torch's format."""
+    """Draws options for the format of the optimizer state.
+
+    Returns no options if `optimizer` supports only torch's format.
+    """
     if optimizer not in FORMATTED or draw(st.booleans()):
         return {}
     state = draw(st.sampled_from(("bf16", "8bit")))
@@ -163,7 +172,7 @@ def formats(draw, optimizer, dtype):
 
 @st.composite
 def setups(draw, gradients):
-    """Draws a setup for lives with these `gradients` (None: any but "fused")."""
+    """Draws a `Setup` that fits the option `gradients`. None: the `Setup` fits every mode other than "fused"."""
     model = draw(st.sampled_from(sorted(MODELS)))
     dtype = draw(st.sampled_from((FP32, BF16, BF16, FP16)))
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
@@ -180,7 +189,7 @@ def setups(draw, gradients):
 
 @st.composite
 def lives(draw, gradients, durabilities=("step", "step", "none")):
-    """Draws a life with these `gradients` (None: any but "fused")."""
+    """Draws a `Life` with the option `gradients`. If `gradients` is None, draws a mode other than "fused"."""
     return Life(
         gradients or draw(st.sampled_from(GRADIENTS[1:])),
         draw(st.sampled_from((None, 0.0, 0.3, 0.7, 1.0, 1.5))),
@@ -191,10 +200,10 @@ def lives(draw, gradients, durabilities=("step", "step", "none")):
 
 
 class Plain:
-    """The twin: the same training in memory with torch's optimizers. `restore` returns to its last commit.
+    """The twin: the same training in memory with torch's optimizers. `restore` returns to the twin's last commit.
 
     Attributes:
-        committed: the snapshot of the last commit, equal to the content of a store.
+        committed: the snapshot of the last commit. The run's store must have the same content.
         computed: True if a forward of the next step has run since the last commit.
     """
 
@@ -227,14 +236,17 @@ class Plain:
 
     @property
     def nonfinite(self):
-        """The next step's reaction to a gradient that is not finite, "skip" or "raise"; None if all are finite."""
+        """How step() must treat gradients that are not finite: "skip" or "raise". None if all gradients are finite."""
         if all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None):
             return None
         return "skip" if self.references[0].loss_scale is not None else self.setup.options["nonfinite"]
 
     @torch.no_grad()
     def step(self):
-        """Updates the model with all optimizers, one norm and one scale; False if there was nothing to commit."""
+        """Updates the model by all optimizers. Returns False if the step committed nothing.
+
+        All optimizers share one gradient norm and one loss scale.
+        """
         gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         first = self.references[0]
         if not gradients:
@@ -260,7 +272,10 @@ class Plain:
 
     @torch.no_grad()
     def write(self, values):
-        """Writes parameters, also the master of each changed parameter; commits them with the buffers."""
+        """Writes `values` to the parameters and to the master weights of changed parameters.
+
+        If a parameter or a buffer has changed, commits the values, master weights and buffers.
+        """
         changed = {p: value for p, value in values.items() if not same(p.detach(), value)}
         for p, value in changed.items():
             p.copy_(value)
@@ -296,7 +311,7 @@ class Plain:
 
     @torch.no_grad()
     def restore(self):
-        """Returns to the last commit, as a new process does."""
+        """Returns to the last commit. A new process does the same when the process resumes the store."""
         kept = copy.deepcopy(self.committed)
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             tensor.copy_(kept["values"][name] if name in kept["values"] else kept["buffers"][name])
@@ -316,12 +331,12 @@ class Plain:
         self.zero_grad()
 
     def commit_buffers(self):
-        """Commits changed buffers, as close() does, unless a forward of the next step changed them."""
+        """Commits the buffers, as close() does. If a forward of the next step has run, commits nothing."""
         if not self.computed:
             self.committed = {**self.committed, "buffers": self.snapshot()["buffers"]}
 
     def commit_options(self):
-        """Commits the groups' options if they changed since the last commit, as close() does."""
+        """If options of the groups changed since the last commit, commits the options, as close() does."""
         now = self.snapshot()
         if now["options"] != self.committed["options"]:
             self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}

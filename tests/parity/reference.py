@@ -1,9 +1,12 @@
 """Trains in RAM with torch's own optimizers: the reference for offloaded training.
 
-A 16-bit parameter has an fp32 master weight: the gradient is converted to float32, the master is updated, and the
-parameter is the rounded master. Moments may have other formats (`support.moments`), and 16-bit parameters may have no
-master. torch's fused AdamW computes the last `numel % 16` elements of a tensor by a different formula. A parameter with
-such a remainder is therefore updated in a copy that is padded to a multiple of 16, by one formula for all elements.
+A 16-bit parameter has an fp32 master weight. Each step converts the gradient to float32, updates the master weight, and
+rounds the master weight to the parameter. The option `state` stores the moments in 16 or 8 bits (`support.moments`).
+The option `master_dtype=None` trains 16-bit parameters without master weights.
+
+torch's fused AdamW computes the last `numel % 16` elements of a tensor by a different formula. If a parameter has such
+elements, the reference updates a copy of the parameter. The copy is padded to a multiple of 16 elements, so that torch
+computes all elements of the parameter by the same formula.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def padded(values):
 
 
 class Reference(torch.optim.Optimizer):
-    """An optimizer in RAM with the options of `memascend.offload` that change the update."""
+    """An optimizer in RAM. It has all options of `memascend.offload` that change the update."""
 
     def __init__(  # noqa: PLR0913 - options are keywords
         self,
@@ -55,11 +58,15 @@ class Reference(torch.optim.Optimizer):
         seed=0,
         model=None,
     ):
-        """Wraps `original`. Formats need `model`: random bits depend on its names, and its embeddings keep 32 bits."""
+        """Wraps the optimizer `original`. With `state` or rounding="stochastic", the caller must also pass `model`.
+
+        The random bits depend on the names of the model's parameters. With 8-bit state, the embeddings of the model
+        keep 32-bit state.
+        """
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         self.original = original
-        self.accumulation_steps = accumulation_steps  # decides when an update runs, not its result
+        self.accumulation_steps = accumulation_steps  # does not change the result of a step
         self.max_grad_norm = max_grad_norm
         self.stochastic = rounding == "stochastic"
         self.formats = state in ("bf16", "8bit") or self.stochastic
@@ -113,7 +120,8 @@ class Reference(torch.optim.Optimizer):
         gradients = {p: p.grad for p in self.masters if p.grad is not None}
         if not gradients:
             return loss
-        self.original._opt_called = True  # keeps a scheduler that was made for the original from warning
+        # Prevents a scheduler of `original` from warning that `original.step()` was not called.
+        self.original._opt_called = True
         self.overflowed = self.loss_scale is not None and not all(bool(g.isfinite().all()) for g in gradients.values())
         if not self.overflowed:
             self._update(gradients, self._factor(gradients))
@@ -123,7 +131,8 @@ class Reference(torch.optim.Optimizer):
     def _factor(self, gradients):
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is not None:
-            # The kernel's sum is exact and rounded once; torch's float64 sum is close to it.
+            # The kernel sums exactly and rounds the sum once. The sum of torch in float64 must be close to the kernel's
+            # sum.
             summed = self._squares(gradients)
             close = sum(float(g.double().square().sum()) for g in gradients.values())
             assert math.isclose(summed, close, rel_tol=1e-12), "the kernel's norm is wrong"
@@ -132,7 +141,7 @@ class Reference(torch.optim.Optimizer):
         return torch.tensor(factor, dtype=torch.float32)
 
     def _squares(self, gradients):
-        # Sums the gradients on the CPU, also those on a device, so that the bits are equal.
+        # Copies gradients on a GPU to the CPU before summing, so that the sum has the same bits on every device.
         return tensors.rounded(tensors.total(kernels.checked(g.cpu().reshape(-1))[1] for g in gradients.values()))
 
     def _rescale(self):
@@ -152,7 +161,8 @@ class Reference(torch.optim.Optimizer):
             if self.stochastic and p.dtype != torch.float32:
                 master.copy_(padded(p))
             master.grad = None if gradient is None else self._for_master(p, gradient, factor)
-        # On several threads, torch would use its formula for remainders at the end of each thread's share of a tensor.
+        # With several threads, each thread would compute one part of a tensor. torch computes the last elements of each
+        # part by a different formula.
         with threads_of_torch(1):
             self.inner.step()
         for p, master in self.masters.items():
@@ -165,7 +175,10 @@ class Reference(torch.optim.Optimizer):
                 p.grad = gradients.get(p)
 
     def _draw(self, p, master):
-        """Rounds the updated master to `p` by random bits; does nothing if `p` had no gradient."""
+        """Rounds the updated master weight by random bits, and writes the result to `p`.
+
+        Does nothing if `p` had no gradient.
+        """
         if master.grad is not None:
             bits = drawn(self.inner.keys[master], self.inner.state[master]["step"], p.numel(), VALUES)
             p.copy_(rounded(master.detach()[: p.numel()], bits, p.dtype).view(p.shape))
@@ -176,7 +189,7 @@ class Reference(torch.optim.Optimizer):
             return gradient
         gradient = gradient.float() * factor
         if self.masters[p] is p or not self.adam:
-            # The fused kernel reads the gradient with the parameter's strides.
+            # torch's fused kernel assumes that a gradient has the strides of its parameter.
             return torch.empty_like(self.masters[p]).copy_(gradient)
         return padded(gradient)
 
@@ -185,7 +198,7 @@ class Reference(torch.optim.Optimizer):
         return values.detach().reshape(-1)[: p.numel()].view(p.shape)
 
     def state_of(self, p):
-        """Returns the optimizer state of `p` by torch's names, and the master of a 16-bit parameter."""
+        """Returns the optimizer state of `p` under torch's names, and the master weight if `p` has 16 bits."""
         master = self.masters[p]
         if self.formats:
             return self._state_in_formats(p, master)

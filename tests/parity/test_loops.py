@@ -27,7 +27,7 @@ def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 
 
-# Dynamo gives different warnings in each version of torch.
+# torch.compile() gives different warnings in different versions of torch.
 @pytest.mark.filterwarnings("ignore")
 @combined(COMPILED)
 def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
@@ -75,7 +75,7 @@ def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability
     assert report.units["fetches"] == 0
     assert report.owners["records in RAM"].bytes > 0
     assert report.owners["gradients in RAM"].peak > 0
-    # The store is never read: records stay in RAM from their first write on.
+    # The run never reads the store, because all records stay in RAM after they were first written.
     assert {report.read[kind] for kind in ("values", "values, update", "state")} == {0}
     if durability == "none":
         assert report.written["values"] == report.written["state"] == 0
@@ -88,7 +88,10 @@ PAGE_LOOPS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8
 
 
 def life(loop, lines=None):
-    """Runs a loop in the current folder until it has printed `lines` lines (None: to its end); returns the lines."""
+    """Runs the code `loop` in the current folder, and returns the lines that the code prints.
+
+    Stops the code after `lines` lines. None: runs the code to its end.
+    """
     printed = []
 
     def note(*words, flush):
@@ -104,7 +107,7 @@ def life(loop, lines=None):
 
 
 def committed(folder):
-    """Returns the step, options and user state of the store in a folder, and all of its values."""
+    """Returns the step, options and user state of the store in `folder`, and a dictionary of all stored values."""
     (path,) = folder.glob("*.store")
     with Store.open(path) as store:
         values = {}
@@ -114,7 +117,7 @@ def committed(folder):
         return (store.step, store.hyperparameters, store.user_state), values
 
 
-@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("loop", PAGE_LOOPS, ids=["cosine", "by-metric"])
 def test_loops_that_were_stopped_have_the_rates_and_weights_of_one_that_was_not(tmp_path, monkeypatch, loop):
     printed = {}

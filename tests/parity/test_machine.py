@@ -1,7 +1,7 @@
-"""Runs the state machine of training on a few fixed examples, and with `slow` on hundreds of random ones.
+"""Runs the state machine of training on a few fixed examples. Tests marked `slow` run hundreds of random examples.
 
-Also runs training in processes that SIGKILL ends: between any two calls of the engine, or at any time, even while the
-engine's thread writes.
+Also kills training processes by SIGKILL: between two calls of the engine, or at any time, even while the engine's
+thread writes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from parity.reference import threads_of_torch
 from support.lives import forked_life
 
 pytestmark = [
-    # A process may start with options that the stored ones replace, and with formats that some parameters do not take.
-    pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning", "ignore:rounding:UserWarning"),
+    # offload() warns if the stored options replace options of the process, or if stochastic rounding has no effect on
+    # some parameters.
+    pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning", "ignore:rounding:UserWarning"),
     pytest.mark.filterwarnings("ignore:buffers of the model changed after the last step:UserWarning"),
-    # Shrinking a failed example takes long.
+    # If an example fails, hypothesis needs a long time to find a smaller example that fails.
     pytest.mark.timeout(1800),
 ]
 SETTINGS = {
@@ -39,7 +40,10 @@ SETTINGS = {
 
 
 def run(waits, examples, *, derandomize):
-    """Runs the state machine; returns how often each event of `Machine.seen` happened in all examples."""
+    """Runs the state machine on `examples` examples.
+
+    Returns `Machine.seen`, the number of times that each event happened.
+    """
     machine = type("Training", (Machine,), {"waits": waits, "seen": Counter()})
     given = settings(max_examples=examples, stateful_step_count=15, derandomize=derandomize, **SETTINGS)
     with FUSE.installed(), threads_of_torch(1):
@@ -61,7 +65,7 @@ HAPPENS = {
 def test_a_run_is_the_one_in_memory(waits):
     seen = run(waits, 15, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
-    # Only "auto" must defer updates in these few examples: with None, they defer none on some machines.
+    # With "auto", these few examples must defer updates. With None, they may defer no update on some computers.
     assert waits != "auto" or sum(count for what, count in seen.items() if what.startswith("deferred")) > 0
 
 
@@ -71,7 +75,7 @@ def test_hundreds_of_runs_are_those_in_memory():
     seen = Counter()
     for waits in WAITS:
         seen += run(waits, 300, derandomize=False)
-    # In one mode of gradients alone, some of these events are too rare.
+    # Checks the events of all modes of gradients together, because in a single mode some events are too rare.
     assert HAPPENS - seen.keys() == set()
 
 
@@ -81,7 +85,7 @@ STEPS = 6
 
 
 def train(setup, model, optimizer):
-    """Trains from the first uncommitted step on; each step has two micro-batches, in every other step by layer."""
+    """Trains the steps that are not committed yet, with two micro-batches each. Computes every other step by layer."""
     for index in range((optimizer.user_state or {"next": 0})["next"], STEPS):
         seeds = (index, index + 1)
         if isinstance(optimizer, Plain):
@@ -95,7 +99,11 @@ def train(setup, model, optimizer):
 
 
 def live(setup, life, file, when):
-    """Trains in a fork that is killed at call `when` of the engine (int) or after `when` seconds; True if killed."""
+    """Trains in a forked process. Returns True if the process was killed.
+
+    If `when` is an int, the process is killed at call number `when` of the engine. If `when` is a float, the process is
+    killed after `when` seconds.
+    """
 
     def do(begun):
         model, optimizer = opened(setup, life, file, existing="resume")
@@ -111,7 +119,7 @@ def live(setup, life, file, when):
 def killed_runs(draw):
     waits = draw(st.sampled_from((None, "fused")))
     durable = lives(waits, durabilities=("step",))
-    # Calls of the engine, or seconds since training began.
+    # An int is a number of engine calls. A float is a number of seconds since training began.
     when = st.integers(1, 60) | st.floats(0, 0.05)
     deaths = draw(st.lists(st.tuples(durable, when), min_size=1, max_size=3))
     return draw(setups(waits)), deaths, draw(durable)
@@ -141,7 +149,8 @@ def test_a_killed_run_has_torchs_weights_state_and_statistics(examples):
                 for (name, theirs), ours in zip(plain.model.named_buffers(), model.buffers(), strict=True):
                     assert same(theirs, ours), name
 
-    # A fork lacks the pool threads that torch started in its parent: compute with one thread.
+    # A forked process does not have the pool threads that torch started in the parent process, so it computes with one
+    # thread.
     with FUSE.installed(), threads_of_torch(1):
         is_exact()
     assert kills >= examples // 2

@@ -1,4 +1,4 @@
-"""Defines cases of loops, optimizers, options, compiled blocks, formats of state and micro-batches by layer."""
+"""Defines test cases of loops, optimizers, options, compiled blocks, formats of state and accumulation by layer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from parity.zoo_transformers import TRANSFORMERS, case_of, qwen2
 from torch import nn
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Modes of gradients for loops that need all gradients before the update; "auto" detects such a loop in its first step.
+# The modes of gradients for loops that need all gradients before the update. "auto" detects such a loop in the first
+# step.
 WHOLE = (*KEPT, "auto")
 
 
 def both(name, loop, **options):
-    """Returns a case in float32, and the same in bfloat16 with fp32 master weights."""
+    """Returns two cases of a loop: one in float32, and one in bfloat16 with fp32 master weights."""
     return [stack(name, loop, **options), stack(f"{name}-bf16", loop, dtype=BF16, **options)]
 
 
 def smooth():
-    """Returns a model with a second derivative everywhere."""
+    """Returns a model that can be differentiated twice at every point."""
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
 
@@ -160,7 +161,7 @@ WIDTH, WIDE = 320, 313
 
 
 class Mixed(nn.Module):
-    """Parameters larger than a chunk, with a partial block, or too small to be quantised, and an embedding."""
+    """A model for formats of state: some parameters are larger than a chunk, and some are too small for 8-bit state."""
 
     def __init__(self):
         super().__init__()
@@ -208,14 +209,15 @@ FORMATS = [
 
 # --- micro-batches by layer; the reference in RAM computes one micro-batch after the other -------
 
-# The number of micro-batches in each step; the first step records the order of units.
+# The number of micro-batches in each of five steps. The first step records the order of the units.
 COUNTS = (3, 2, 1, 5, 8)
-# The index of the micro-batch, in the fourth step, whose loss overflows in cases with a loss scale.
+# In cases with a loss scale, the loss of the micro-batch with this index overflows. This micro-batch belongs to the
+# fourth step.
 OVERFLOWS = 7
 
 
 def one_after_the_other(optimizer, loss_of, batches, scale):
-    """Computes in RAM the losses and gradients that `accumulate()` must give; returns the losses."""
+    """Runs a forward and a backward of each micro-batch in RAM: the reference for accumulate(). Returns the losses."""
     losses = []
     seeds = [int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()) for _ in batches]
     for seed, batch in zip(seeds, batches, strict=True):
@@ -227,7 +229,7 @@ def one_after_the_other(optimizer, loss_of, batches, scale):
 
 
 def accumulates(run, *, overflows=None, says=lambda _: ()):
-    """Trains on steps of `COUNTS` micro-batches; records the losses and, after each step, `says(optimizer)`."""
+    """Trains with `COUNTS` micro-batches per step. Records the losses of each step, and then `says(optimizer)`."""
     taken = 0
     for count in COUNTS:
         batches = range(taken, taken + count)
@@ -259,7 +261,7 @@ def overflows(run):
 
 
 def of(case, **changes):
-    """Returns a copy of a case that trains by the loop `accumulates`."""
+    """Returns a copy of `case` that trains with the loop `accumulates`."""
     return replace(case, name=f"by-layer-{case.name}", loop=accumulates, **changes)
 
 
@@ -275,7 +277,8 @@ BY_LAYER = [
     mixed("by-layer-8bit", "8bit", accumulates, dtype=BF16),
     mixed("by-layer-bf16-state", "bf16", accumulates),
 ]
-# Cases of the other zoos are slow here; tests/grads/test_by_layer.py runs `accumulate()` on models of its own.
+# The models of the other modules, with accumulation by layer. These cases are marked slow, because
+# tests/grads/test_by_layer.py also tests `accumulate()`.
 OTHERS_BY_LAYER = [
     of(case, marks=(*case.marks, pytest.mark.slow), everywhere=False)
     for case in (*PLAIN, *TRANSFORMERS, *COMPILED)

@@ -1,4 +1,4 @@
-"""Defines cases of small models, each with one feature that is hard to offload."""
+"""Defines test cases. Each case trains a small model with one feature that is hard to offload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCABULARY, WIDTH = 64, 32
 
 
 def vectors(width=WIDTH, count=6):
-    """Returns a function that makes batches of `count` input vectors with their target vectors."""
+    """Returns a function that makes batches. Each batch has `count` input vectors and `count` target vectors."""
 
     def make(generator, batches=4):
         return [tuple(torch.randn(count, width, generator=generator) for _ in range(2)) for _ in range(batches)]
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, blocks and an LM head, tied on request; most loops train this model."""
+    """A model of an embedding, blocks and an LM head. With `tied`, the embedding and the LM head share a weight."""
 
     def __init__(self, depth=3, *, tied=False, dropout=0.0):
         super().__init__()
@@ -71,12 +71,12 @@ class Stack(nn.Module):
 
 
 def odd_mlp():
-    """Returns an MLP of odd sizes: it needs padding, partial chunks, and parameters smaller than a block."""
+    """Returns an MLP with odd sizes. Its parameters need padding, and they fill chunks and blocks only partly."""
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 13), nn.Tanh(), nn.Linear(13, 1), nn.Linear(1, 7))
 
 
 class Repeated(nn.Module):
-    """A layer that forward calls three times in a row, and another that it calls twice with a tanh between."""
+    """A model with two layers: forward() calls `shared` three times in a row, and calls `other` twice."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Repeated(nn.Module):
 
 
 class IdleExperts(nn.Module):
-    """Eight experts, of which each batch uses two: the other six have no gradient, and the optimizer skips them."""
+    """A model of eight experts. Each batch uses two experts; the optimizer skips the six experts without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class IdleExperts(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers without shared parameters."""
+    """A model of two towers that share no parameters. A forward computes one of the two towers."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Towers(nn.Module):
 
 
 class Rooted(nn.Module):
-    """A root module with parameters of its own: a scalar, one that forward expands, one that never has a gradient."""
+    """A model whose root module owns a scalar, a row that forward() expands, and a parameter that gets no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Rooted(nn.Module):
 
 
 class Turned(nn.Module):
-    """A model with dense parameters whose permuted strides match no memory format."""
+    """A model with permuted, dense parameters. The strides of these parameters match none of torch's memory formats."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ class Turned(nn.Module):
 
 
 class KeepsTransposed(torch.autograd.Function):
-    """A function that keeps a view of a weight as an attribute, where no saved-tensor hook sees it."""
+    """An autograd function that keeps a view of a weight in an attribute. Saved-tensor hooks do not get this view."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -196,7 +196,7 @@ class Recurrent(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """A transformer whose attention reads the weight of the output projection without calling that module."""
+    """A transformer. Its attention layers read `out_proj.weight` without calling the module `out_proj`."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def images(generator, batches=4):
 
 
 def convolutions():
-    """Returns a model with batch norm (its statistics are buffers), a grouped and a transposed convolution."""
+    """Returns a model with grouped and transposed convolutions, and with batch norms, whose statistics are buffers."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False),
         nn.BatchNorm2d(16),
@@ -232,7 +232,7 @@ def convolutions():
 
 
 def channels_last():
-    """Returns a model whose weights are not row-major: their gradients and state must have the same strides."""
+    """Returns a model whose weights are not row-major. Gradients and optimizer state must have the weights' strides."""
     return convolutions().to(memory_format=torch.channels_last)
 
 
@@ -255,7 +255,7 @@ def frozen_stack():
 
 
 def stack(name, loop=usual_loop, **options):
-    """Returns a case of a `Stack`; `options` may replace the `Stack` by a different model that reads tokens."""
+    """Returns a case that trains a `Stack`. `options` may replace the `Stack` by another model that reads tokens."""
     return Case(name=name, loop=loop, **{"model": Stack, "batches": tokens, "loss": next_token, **options})
 
 

@@ -1,4 +1,4 @@
-"""Defines cases of small transformers and peft models, made from configurations without downloads."""
+"""Defines test cases of small transformers and peft models, which are built from configurations without downloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LLAMA = {**TEXT, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "max
 
 @contextlib.contextmanager
 def old_names():
-    """Ignores transformers' warnings of names that version 6 will drop; every version 5 has these names."""
+    """Ignores warnings of transformers that version 6 will remove a name. Every version 5 has these names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Tests the model of costs against calculations by hand."""
+"""Tests the cost model, which predicts the seconds of a step, against calculations by hand."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from memascend.plan.cost import Drive, Host, Work, drive_days, fastest, seconds,
 from memascend.plan.units import Unit
 
 GB = 10**9
-# Eight blocks of 1 GB and a small pinned unit; two blocks stay in memory from the forward to the backward.
+# Eight blocks of 1 GB, and a small pinned unit. Two of the blocks stay in memory from the forward to the backward.
 UNITS = [
     *(Unit(f"block{index}", (f"block{index}.weight",), GB, f"block{index}", pinned=False, elements=GB // 2)
       for index in range(8)),
@@ -36,7 +36,8 @@ KEPT = plan(
     read_bytes={"values, forward": 8 * GB, "values, backward": 6 * GB, "state": 40 * GB, "gradients": 8 * GB},
     written_bytes={"values": 8 * GB, "state": 40 * GB, "gradients": 8 * GB},
 )
-# The bytes written with a quarter of the model in RAM, whose gradients go to the log.
+# The bytes that a step writes if a quarter of the model is in RAM. The gradients of this quarter are written to the
+# log.
 LOGGED = {"values": 6 * GB, "state": 30 * GB, "log": 2 * GB}
 DRIVE = Drive(read=5 * GB, write=4 * GB)
 IDLE = Host(update=0.0, check=0.0, shared=False)
@@ -75,14 +76,15 @@ def test_kept_gradients_make_a_phase_of_their_own():
 
 # --- deferred and early updates ---------------------------------------------------------
 
-# Like KEPT, but updates also read the values. The backward reads 6 of the 8 GB of values again.
+# Like `KEPT`, but an update also reads the values. Deferred updates may save the reads of values in the next step: 8 GB
+# in the forward, and 6 GB in the backward.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},
     written_bytes=KEPT.written_bytes,
     spared=(8 * GB, 6 * GB),
 )
-UPDATE = 8 + 40 + 8  # GB that an update reads
+UPDATE = 8 + 40 + 8  # GB that an update reads: values, state, gradients
 
 
 def test_an_update_in_the_next_forward_reads_what_its_modules_need():
@@ -90,7 +92,8 @@ def test_an_update_in_the_next_forward_reads_what_its_modules_need():
     assert [phase.name for phase in found] == ["forward and last step's update", "backward"]
     assert found[0].parts["disk"] == pytest.approx(UPDATE / 5 + 48 / 4)
     assert found[1].parts["disk"] == pytest.approx(6 / 5 + 8 / 4)
-    # An update that starts from a master of its own computes the values that the forward needs.
+    # This update starts from separate master weights, so it does not read the values. It computes the values that the
+    # forward needs.
     master = plan(**{**vars(DEFERRED), "read_bytes": KEPT.read_bytes})
     own = ways(master, Work(forward=2.0, backward=4.0), DRIVE, IDLE)["next forward"]
     assert own[0].parts["disk"] == pytest.approx((UPDATE - 8) / 5 + 48 / 4)
@@ -102,12 +105,13 @@ def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
     assert [phase.name for phase in found] == ["forward and last step's values", "backward and last step's update"]
     assert found[0].parts == pytest.approx({"compute": 2, "disk": UPDATE / 5, "update": 6})
     assert found[1].parts == pytest.approx({"compute": 4, "disk": UPDATE / 5 + 56 / 4, "update": 6})
-    # The forward waits for its first unit, an eighth of the model, whose gradient arrives last in the backward.
+    # The first unit is an eighth of the model. The forward waits for this unit, and the unit's gradient arrives last in
+    # the backward.
     assert [phase.tail for phase in found] == pytest.approx([UPDATE / 5 / 8, (UPDATE / 5 + 48 / 4) / 8], rel=1e-5)
 
 
 def test_frozen_values_are_read_beside_the_last_update():
-    # 3 GB of frozen values are added; the backward reads 2 GB of them again.
+    # 3 GB of frozen values are added to the model. The backward reads 2 GB of these frozen values again.
     read = {**DEFERRED.read_bytes, "values, forward": 11 * GB, "values, backward": 8 * GB}
     found = ways(plan(**{**vars(DEFERRED), "read_bytes": read}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert found["next forward"][0].parts["disk"] == pytest.approx((3 + UPDATE) / 5 + 48 / 4)
@@ -121,7 +125,8 @@ def test_early_updates_store_their_gradient_and_do_not_read_it():
     assert [phase.name for phase in early] == [phase.name for phase in fused]
     assert early[0] == fused[0]
     assert early[1].parts["disk"] == pytest.approx(fused[1].parts["disk"] + 8 / 4)
-    # With a window of one unit, values are evicted before the update needs them.
+    # With a window of one unit, values are evicted before the update needs them, so the update reads 8 GB of values
+    # again.
     small = ways(plan(**{**vars(DEFERRED), "window": 1}), work, DRIVE, IDLE)["early"]
     assert small[1].parts["disk"] == pytest.approx(early[1].parts["disk"] + 8 / 5)
 
@@ -133,7 +138,7 @@ def test_the_first_of_several_micro_batches_waits_for_the_last_update():
     first, other, back = found["next forward"]
     assert [first.parts["compute"], other.parts["compute"], back.parts["compute"]] == [2, 6, 16]
     assert [first.parts["network"], other.parts["network"], back.parts["network"]] == [1, 3, 12]
-    # A quarter of the activations leave in the first forward.
+    # A quarter of the activations leave the device in the first forward.
     assert [first.parts["PCIe"], other.parts["PCIe"]] == pytest.approx([(40 / 4) / 2, 30 / 2])
     assert first.parts["disk"] == pytest.approx(UPDATE / 5 + (48 + 5) / 4)
     assert other.parts["disk"] == pytest.approx(3 * 8 / 5 + 15 / 4)
@@ -144,7 +149,7 @@ def test_the_first_of_several_micro_batches_waits_for_the_last_update():
     assert [phase.parts["PCIe"] for phase in (update, back)] == pytest.approx([(6 + 10) / 2, (18 + 30) / 2])
     assert values.parts["disk"] == pytest.approx(UPDATE / 5 + 5 / 4)
     assert update.parts["disk"] == pytest.approx((UPDATE + 5) / 5 + 56 / 4)
-    # Each further micro-batch reads the spilled gradients, and adds to them.
+    # Each further micro-batch reads the spilled gradients, adds its own gradients, and writes the sums.
     assert back.parts["disk"] == pytest.approx((3 * 6 + 3 * 8 + 15) / 5 + 3 * 8 / 4)
     _, back, last = found["early"]
     assert [back.parts["compute"], last.parts["compute"]] == [12, 4]
@@ -160,8 +165,8 @@ def test_micro_batches_by_layer_wait_for_it_together():
 
 
 def test_the_log_of_kept_gradients_is_written_in_step():
-    # A quarter of the model is in RAM, and the rest streams. The log has the quarter's gradients; a part of its values
-    # and state is written as well.
+    # A quarter of the model is in RAM, and the rest streams. The quarter's gradients are written to the log. The step
+    # also writes a part of the quarter's values and state.
     read = {"values, forward": 6 * GB, "values, update": 6 * GB, "state": 30 * GB, "gradients": 6 * GB}
     written = {"values": 7 * GB, "state": 32 * GB, "gradients": 6 * GB, "log": 2 * GB}
     quarter = {**vars(DEFERRED), "read_bytes": read, "ram_tier_part": 0.25, "spared": (6 * GB, 0)}
@@ -172,7 +177,7 @@ def test_the_log_of_kept_gradients_is_written_in_step():
         assert sum(phase.parts.get("disk", 0) * 4 for phase in found) == pytest.approx(
             sum(written.values()) / GB + 4 / 5 * {"next forward": 42, "next backward": 84, "early": 36}[way]
         )
-    # Without a log, step() writes the values and the state of the quarter.
+    # Without a log, step() writes the values and the state of the quarter that is in RAM.
     whole = {"values": 8 * GB, "state": 40 * GB, "gradients": 6 * GB}
     *_, step = ways(plan(**{**quarter, "written_bytes": whole}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)["early"]
     assert step.parts["disk"] == pytest.approx(12 / 4)
@@ -185,7 +190,8 @@ def test_the_fastest_way_is_taken():
         assert fastest(found) == way, compute
         assert phases(DEFERRED, work, DRIVE, IDLE) == found[way]
         assert seconds(found[way]) <= seconds(phases(KEPT, work, DRIVE, IDLE))
-    # "early" is faster, but is not chosen: the gradients decide whether early updates are kept.
+    # "early" is faster than "next backward", but `fastest` does not choose it, because the gradients decide in each
+    # step whether early updates are kept.
     assert seconds(found["early"]) < seconds(found["next backward"])
 
 
@@ -203,7 +209,8 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
-    # An eighth of the update is the first block's, whose gradient arrives at the end of the backward.
+    # The gradient of the first block arrives at the end of the backward. The update of this block, an eighth of the
+    # whole update, therefore does not count as part of the backward.
     assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
     assert "update" not in last.parts
 
@@ -213,13 +220,14 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     compute = Work(forward=2.0, backward=30.0)
     _, last = phases(plan(), compute, DRIVE, IDLE)
     assert last.tail == pytest.approx(one, rel=1e-6)
-    # The gradient of the unit that computes first arrives last: here a small unit, so its update is short.
+    # The gradient of the unit that computes first arrives last. Here this unit is small, so its update is short.
     assert phases(plan(units=UNITS[::-1]), compute, DRIVE, IDLE)[1].tail < one / 1000
     assert (last.seconds, last.bound) == (pytest.approx(30 + one, rel=1e-6), "compute")
-    # If storage is the slowest part, it is busy until the end, and the last update adds no time.
+    # If storage is the slowest part, storage is busy until the end, so the last update adds no time.
     _, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert last.seconds == last.parts["disk"]
-    # A unit in RAM streams no bytes; under "ssd", all gradients are spilled before the first update.
+    # If the unit whose gradient arrives last is in RAM, its update streams no bytes. With gradients="ssd", all
+    # gradients are spilled before the first update. In both cases, the tail takes no time.
     assert phases(plan(ram_tier=("block0.weight",), ram_tier_part=0.125), compute, DRIVE, IDLE)[1].tail == 0
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
@@ -236,7 +244,8 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
     host = Host(update=8.0, check=1e-10, shared=False, ram_tier_threads=4)
     logs = plan(ram_tier_part=0.25, written_bytes=LOGGED)
     *_, last, step = phases(logs, Work(forward=2.0, backward=4.0), DRIVE, host)
-    # For the quarter in RAM, the checksums of the values are verified before the update and renewed after it.
+    # The checksums of the values in RAM, a quarter of all values, are verified before the update and renewed after the
+    # update.
     checked = 2 * (8 * GB + 4096) / 4 * 1e-10
     assert (step.name, step.parts) == ("step()", {"update": pytest.approx((2.0 + checked) / 4)})
     streamed = (6 + 40 + 38) * GB * 1e-10
@@ -246,7 +255,8 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
 def test_a_device_is_beside_the_update_and_behind_a_link():
     host = Host(update=6.0, check=0.1 / GB, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
-    # Pinned units stay on the device, and resident ones arrive once; gradients use the link's other direction.
+    # Pinned units stay on the device, and resident units are copied to the device only once. Gradients use the other
+    # direction of the link.
     assert forward.parts["PCIe"] == pytest.approx(8 / 2)
     assert last.parts["PCIe"] == pytest.approx((8 + 4096 / GB) / 2)
     assert last.parts["update"] == pytest.approx(6 + 0.1 * 94)
@@ -260,7 +270,7 @@ def test_what_is_frozen_is_not_updated():
 
 
 def test_the_life_of_a_drive():
-    # 48 GB in 12 s are 345.6 TB a day.
+    # If 48 GB are written in 12 s, 345.6 TB are written in a day.
     assert drive_days(48 * GB, 12.0, 600 * 10**12) == pytest.approx(600 / 345.6)
     assert drive_days(0, 12.0, 600 * 10**12) is None
 
@@ -271,7 +281,8 @@ def test_checkpointed_activations_pass_through_link_and_drive():
     for model in (plan(), KEPT):
         still = phases(model, Work(forward=2.0, backward=4.0), DRIVE, link)
         forward, last, *_ = phases(model, away, DRIVE, link)
-        # Activations leave the device while units arrive, and return in the direction of the units.
+        # In the forward, activations leave the device while units arrive, so the link moves both at once. In the
+        # backward, activations return in the same direction as the units, so the times add up.
         assert forward.parts["PCIe"] == pytest.approx(50)
         assert last.parts["PCIe"] == pytest.approx(53)
         assert forward.parts["disk"] == pytest.approx(still[0].parts["disk"] + 60 / 4)

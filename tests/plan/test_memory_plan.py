@@ -1,4 +1,4 @@
-"""Tests plans in a budget: `smallest`, host memory, classes of slots against brute force, bytes that a step reads."""
+"""Tests plans for a budget: the smallest budget, host memory, slot classes (by brute force), and bytes of a step."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def plan(units, budget=None, gradients="auto", device_budget=None, **more):
 
 
 def admits(classes, held):
-    """True if the arena grants all leases of sizes `held`, each from the smallest class that is large enough."""
+    """True if the arena has a slot for each size in `held`. A size takes a slot of the smallest class that fits."""
     left = dict(classes)
     for nbytes in held:
         bound = min((bound for bound in left if bound >= nbytes), default=None)
@@ -168,11 +168,11 @@ def test_the_smallest_and_the_comfortable_plan():
     easy = plan(units)
     small = plan(units, easy.smallest)
     assert (small.window, small.chunks, small.queue_bytes) == (1, 2, 100 * PAGE)
-    # All units share one slot, except for the pinned unit.
+    # The pinned unit has its own slot. All other units share one slot.
     assert small.classes == {100 * PAGE: 1, PAGE: 1}
     assert (easy.window, easy.chunks, easy.queue_bytes) == (2, 12, 130 * PAGE)
     assert easy.classes == {100 * PAGE: 1, 30 * PAGE: 2, PAGE: 1}
-    # The comfortable budget does not depend on the depth of the model.
+    # The comfortable budget is the same for a model with 48 layers, so it does not depend on the depth of the model.
     assert easy.budget == easy.host_peak == easy.comfortable == plan(model(48)).host_peak
 
 
@@ -193,7 +193,7 @@ def test_a_larger_budget_keeps_units():
     block = 30 * PAGE + 5
     wider = plan(units, easy.comfortable + 2 * block)
     assert wider.classes[30 * PAGE] == 4
-    # The last units of the forward stay, since the backward uses them first.
+    # The last units of the forward stay in memory, because the backward uses these units first.
     assert {"layers.2", "layers.3", "layers.4", "layers.5"} <= wider.resident
     assert "layers.1" not in wider.resident
     assert wider.saved_bytes == 2 * 30 * PAGE
@@ -210,7 +210,8 @@ def test_bytes_of_a_step():
     units = model()
     values = sum(each.nbytes for each in units)
     easy = plan(units)
-    # From forward to backward two blocks and the head stay in their slots; the embedding is read again.
+    # Two blocks and the head stay in their slots from the forward to the backward. The backward reads the embedding
+    # again.
     assert easy.read_bytes == {
         "values, forward": values,
         "values, backward": values - (100 + 2 * 30 + 1) * PAGE,
@@ -272,7 +273,7 @@ def test_what_stays_bound_around_others_is_in_their_window():
     ]
     assert {"encoder", "encoder.layers.1"} in [set(held) for held in list_windows(units, 1)]
     assert plan(units, plan(units).smallest).classes == {40 * PAGE: 1, 10 * PAGE: 1}
-    # The window also has both units if a tied unit is used again inside the call of another unit's module.
+    # A tied unit may be used again inside the call of another unit's module. Then the window has both units.
     units = [unit("embedding", 40, again=("head",), around_again=("head",)), unit("layers.0", 30), unit("head", 20)]
     assert [set(held) for held in list_windows(units, 1)] == [
         {"embedding"},
@@ -288,7 +289,8 @@ def test_reads_by_hand():
     assert count_reads([a, b, c], 1) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0})
     assert count_reads([a, b, c], 2) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 0, "c": 0})
     assert count_reads([a, b, c], 3) == ({"a": 1, "b": 1, "c": 1}, {"a": 0, "b": 0, "c": 0})
-    # "a" is tied and used last as well, so it occupies one of the two slots when the backward begins.
+    # "a" is tied, so the forward uses "a" first and last. When the backward begins, "a" therefore occupies one of the
+    # two slots.
     assert count_reads([a, b, c, a], 2) == ({"a": 1, "b": 1, "c": 1}, {"a": 0, "b": 1, "c": 0})
     still = [unit(name, 1, frozen_bytes=PAGE) for name in "abc"]
     assert count_reads(still, 3) == ({"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 0, "c": 0})

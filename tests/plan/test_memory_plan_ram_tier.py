@@ -19,7 +19,7 @@ from memascend.text import bytes_shown, size_option
 
 
 def run_of(units, update_values="resident", **more):
-    # Each record has five times as many bytes of state as of values.
+    # The optimizer state of each record has five times as many bytes as the record's values.
     records = {name: (each.nbytes, 5 * each.nbytes) for each in units for name in each.parameters}
     sizes = dataclasses.replace(sizes_of(units), record_bytes=records)
     gradients = {name: values for name, (values, _) in records.items()}
@@ -53,9 +53,11 @@ def test_what_a_budget_has_left_holds_the_first_units():
     assert plan.ram_tier_units == {"embedding"}
     assert (plan.host["records in RAM"], plan.host["gradients in RAM"]) == (nbytes, waits)
     assert plan.host_peak <= plan.budget
-    # Modules compute with the records in RAM in place, so the arena's slots for other units do not change.
+    # Modules compute directly with the records in RAM, which need no slots. So the arena's slots for other units do not
+    # change.
     assert plan.classes == first.classes
-    # With one byte less, the first smaller records are kept in RAM instead, in the same order, before slots are added.
+    # With one byte less, the embedding's record is too large. The plan then keeps the next smaller records in RAM, in
+    # the same order, before it adds slots.
     fewer = make_plan(run, budget=first.comfortable + nbytes + waits - 1)
     assert fewer.ram_tier[0] == "layers.0.weight"
     assert ram_tier_bytes(run, fewer) == fewer.host["records in RAM"] < nbytes
@@ -92,7 +94,7 @@ def test_each_byte_of_a_budget_reads_less_until_all_is_in_ram(update_values):
         plan = make_plan(run, budget=first.comfortable + (first.all_in_ram - first.comfortable) * part // 5)
         assert ram_tier_bytes(run, plan) == plan.host.get("records in RAM", 0) <= plan.budget
         reads.append(sum(plan.read_bytes.values()))
-        # The bytes written do not change.
+        # Records in RAM do not change the bytes that a step writes.
         assert plan.written_bytes == first.written_bytes
     assert reads == sorted(reads, reverse=True)
     assert reads[-1] == 0
@@ -146,12 +148,12 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
     assert took(first.moving(first.without)) == took(first)
     for budget, traffic in first.larger.items():
         own, last = make_plan(run, budget=budget), took(first.moving(traffic))
-        # `own` may be faster: it keeps units cached in memory that is too small for another record.
+        # `own` may be faster than predicted, because it caches units in memory that is too small for another record.
         assert 0.98 * last <= took(own) <= 1.01 * last
         assert took(own.moving(own.without)) == pytest.approx(took(first))
     assert took(first) > last
-    # With the whole model in RAM, step() updates it with two threads. Under durability "none" (`applied`), the only
-    # further work of step() is checksums of values.
+    # With the whole model in RAM, step() updates the model with two threads. If `applies` is true, durability is
+    # "none". Then the only other work of step() is to compute checksums of values.
     elements = sum(each.elements for each in run.units)
     assert last >= elements * host.update / 2
     if applies:
@@ -177,10 +179,11 @@ def test_updates_in_the_next_step_read_values_for_its_modules():
     assert early.read_bytes == {"values, forward": values, "values, backward": back, "state": 5 * values}
     for way in (forward, backward, early):
         assert way.written_bytes == plan.written_bytes
-        # `by` gives the same plan for a way, whether it is called on the plan or on the plan of another way.
+        # by() returns the same plan for a way, even if it is called on the plan for another way.
         assert way.by("next backward") == way
     assert f"read: last step's update, forward  {bytes_shown(7 * values)}" in str(backward)
-    # Updates of parameters in RAM read no bytes; `larger` counts the bytes of larger budgets for the same way.
+    # Updates of parameters in RAM read no bytes. `backward.larger` has the bytes that the way "next backward" moves
+    # with larger budgets.
     budget = list(plan.larger)[1]
     half = make_plan(deferring, budget=budget).by("next backward")
     streams = sum(nbytes for name, nbytes in run.gradient_bytes.items() if name not in half.ram_tier)
@@ -188,7 +191,7 @@ def test_updates_in_the_next_step_read_values_for_its_modules():
     assert half.read_bytes["last step's update, forward"] == 7 * streams
     assert half.moved_bytes <= backward.larger[budget].total < backward.moved_bytes
     assert half.without.total == backward.moved_bytes
-    # With all records in RAM, step() makes all updates, and defers no update.
+    # With all records in RAM, step() makes all updates at once and defers no update.
     assert make_plan(deferring, budget=plan.all_in_ram).spared is None
 
 
@@ -204,10 +207,10 @@ def test_what_is_streamed_is_in_ram_by_no_budget():
 WIDTH = 768
 # Bytes that a step moves for an element that streams.
 MOVED = {torch.float32: 28, torch.bfloat16: 26}
-# Bytes that an element takes in RAM: value, state, and a gradient that waits for step().
+# Bytes that an element needs in RAM: its value, its optimizer state, and its gradient, which waits for step().
 RAM_TIER = {torch.float32: 16, torch.bfloat16: 14}
-# Bytes that a step still writes for an element in RAM with a gradient log: the gradient as it is, and a sixteenth of
-# the value and state, since each record is written whole in every 16th step.
+# Bytes that a step writes for an element in RAM if there is a gradient log. Each step writes the gradient to the log.
+# Each whole record is written once in 16 steps, so a step writes a sixteenth of the value and state on average.
 LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
 
 
@@ -217,7 +220,7 @@ LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
 @pytest.mark.parametrize("dtype", MOVED)
 def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
     with torch.device("meta"):
-        # 127 M parameters, most of them in blocks, as in large models.
+        # The model has 127 M parameters. Most parameters are in blocks, as in large models.
         model = Language(25, WIDTH, 4096).to(dtype)
     elements = sum(parameter.numel() for parameter in model.parameters())
     momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
@@ -231,7 +234,8 @@ def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
     moved, takes = MOVED[dtype] * elements, RAM_TIER[dtype] * elements
     still = LOGGED[dtype] * elements if log else 0
     if kind is torch.optim.SGD:
-        # SGD has one moment instead of two, and a whole master weight, so its bytes are taken from the plan.
+        # The constants above are for AdamW. SGD has one moment and a whole master weight, so the bytes for SGD are
+        # taken from the plan.
         moved, takes = default.moved_bytes, default.all_in_ram - default.comfortable
     assert default.all_in_ram - default.comfortable == pytest.approx(takes, rel=0.01)
     for part in range(6):
@@ -247,11 +251,11 @@ def test_each_format_moves_what_it_says_within_the_same_budget():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
-    # With fp32 state, this budget keeps a part of the records in RAM.
+    # With fp32 state, `budget` has room for a part of the records in RAM.
     plain = planned(model, optimizer, Options(device="cpu")).plan
     budget = (plain.ample + plain.all_in_ram) // 2
-    # Bytes of an element: value, the other half of the master, moments. "8bit" adds a bit for each element, and two
-    # scales of 4 bytes for each 256 elements.
+    # Bytes that a step writes for an element: its value, the half of its master weight that the value does not contain,
+    # and its moments. The state "8bit" adds one bit for each element, and two scales of 4 bytes for each 256 elements.
     wanted = {"fp32": 12.0, "bf16": 8.0, "8bit": 2 + 2 + 2 + 1 / 8 + 2 * 4 / 256}
     plans = {
         # Without a log, each step also writes the records in RAM.

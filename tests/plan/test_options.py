@@ -1,4 +1,4 @@
-"""Tests the options of offload(): accepted values, their converted form, and the errors of rejected ones."""
+"""Tests the options of offload(): accepted values, the converted form of values, and the errors for rejected values."""
 
 import dataclasses
 import inspect
@@ -37,7 +37,7 @@ NO_SIZES = ["", "8G", "GiB", "-1GiB", "1e", "e9", "1e-9", "1e999", "8 GiB 1", "n
 @pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB", "1.5.2GiB"])
 def test_what_is_no_size(text):
     with pytest.raises(
-        ConfigError, match=r'host_memory is a number of bytes, or text such as "8GiB".*, not '
+        ConfigError, match=r'host_memory must be a number of bytes, or text such as "8GiB".*, not '
     ) as refused:
         parse_bytes(text, "host_memory")
     assert str(refused.value).endswith(f"not {text!r}")
@@ -79,7 +79,7 @@ def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
     ],
 )
 def test_what_goes_together(good):
-    """These combinations are valid, besides the options that other tests pass to whole runs."""
+    """These combinations of options are valid."""
     Options(**good)
 
 
@@ -93,37 +93,37 @@ def test_what_goes_together(good):
         ({"nonfinite": "ignore"}, "'raise', 'skip', 'commit'"),
         ({"gradients": "fused", "max_grad_norm": 1.0}, "gradients='ssd'"),
         ({"device": "meta"}, "pass None, 'cpu', 'cuda' or 'cuda:1'"),
-        ({"device": "toaster"}, "device is None, 'cpu', 'cuda'"),
-        ({"device": "cpu", "device_memory": "1GiB"}, "leave it out"),
-        ({"device": "cuda", "device_memory": "much"}, "device_memory is a number of bytes"),
+        ({"device": "toaster"}, "device must be None, 'cpu', 'cuda'"),
+        ({"device": "cpu", "device_memory": "1GiB"}, "remove device_memory"),
+        ({"device": "cuda", "device_memory": "much"}, "device_memory must be a number of bytes"),
         ({"activations": "disk"}, "'device', 'host', 'ssd'"),
         ({"max_grad_norm": 0}, "above 0"),
         ({"max_grad_norm": float("nan")}, "above 0"),
-        ({"accumulation_steps": 0}, "from 1 on"),
-        ({"accumulation_steps": True}, "from 1 on"),
-        ({"log_steps": -1}, "log_steps is an integer from 0 to 4096"),
-        ({"log_steps": 5000}, "log_steps is an integer"),
-        ({"log_steps": 4}, "a temporary store (storage=None) keeps nothing"),
-        ({"log_steps": 4, "storage": "/a", "durability": "none"}, "with durability='none' there is no gradient log"),
+        ({"accumulation_steps": 0}, "at least 1"),
+        ({"accumulation_steps": True}, "at least 1"),
+        ({"log_steps": -1}, "log_steps must be an integer from 0 to 4096"),
+        ({"log_steps": 5000}, "log_steps must be an integer"),
+        ({"log_steps": 4}, "log_steps does not work with a temporary store (storage=None)"),
+        ({"log_steps": 4, "storage": "/a", "durability": "none"}, "log_steps does not work with durability='none'"),
         ({"loss_scale": 0}, "above 0"),
         ({"loss_scale": float("inf")}, "above 0"),
         ({"loss_scale": "static"}, "'dynamic'"),
         ({"master_dtype": torch.float16}, "torch.float32 or None"),
         ({"host_memory": "much"}, "8GiB"),
         ({"host_memory": 0}, "at least 1 byte"),
-        ({"state": "int8"}, "state is one of None, 'fp32', 'bf16', '8bit', not 'int8'"),
-        ({"rounding": "up"}, "rounding is one of"),
+        ({"state": "int8"}, "state must be one of None, 'fp32', 'bf16', '8bit', not 'int8'"),
+        ({"rounding": "up"}, "rounding must be one of"),
         ({"rounding": "stochastic"}, "master_dtype=None"),
-        ({"seed": -1}, "seed is an integer"),
-        ({"seed": 1 << 64}, "seed is an integer"),
-        ({"storage": []}, "at least one"),
+        ({"seed": -1}, "seed must be an integer"),
+        ({"seed": 1 << 64}, "seed must be an integer"),
+        ({"storage": []}, "one or more paths"),
         ({"storage": ""}, "a path or a list of paths"),
         ({"storage": ["/a", Path("/a")]}, "once"),
         ({"scratch": ["/a"]}, "a folder"),
-        ({"storage": "/a/" + "x" * 5000}, "storage is no path that a file can have (5003 bytes are too long)"),
+        ({"storage": "/a/" + "x" * 5000}, "storage is not a valid path (5003 bytes are too long)"),
         ({"storage": ["/a", "/a/" + "x" * 5000]}, "too long"),
         ({"storage": "a\0b"}, "null"),
-        ({"checkpoint": "x" * 256}, "checkpoint is no path that a file can have (256 bytes"),
+        ({"checkpoint": "x" * 256}, "checkpoint is not a valid path (256 bytes"),
         ({"units": "layers.0"}, "list of module names"),
     ],
 )
@@ -139,6 +139,6 @@ def test_offload_has_an_argument_for_each_option_and_no_other():
     arguments = dict(inspect.signature(offload).parameters)
     assert [arguments.pop("model").name, arguments.pop("optimizer").name] == ["model", "optimizer"]
     options = {option.name: option.default for option in dataclasses.fields(Options)}
-    # `Options` also exists without torch, so its `master_dtype` is the name of a dtype.
+    # `Options` also works without torch, so `Options.master_dtype` is the name of a dtype instead of a torch.dtype.
     options["master_dtype"] = getattr(torch, options["master_dtype"])
     assert {name: argument.default for name, argument in arguments.items()} == options

@@ -1,4 +1,4 @@
-"""Tests the search for units in module trees: each parameter once, a unit for each block, small modules together."""
+"""Tests find_units(): each parameter is in one unit, each block is a unit, and small modules share a unit."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_a_bound_divides_blocks_by_module():
     sizes = {name: sum(model.get_parameter(each).nbytes for each in unit.parameters) for name, unit in units.items()}
     assert max(sizes.values()) <= bound
     assert units["0.attention"].module == "0.attention"
-    # Several units share the experts of a block; no unit has parameters of two blocks.
+    # The experts of one block are divided among several units. No unit has parameters of two blocks.
     assert len([name for name in units if ".experts." in name]) > 4
     assert all(len({name.split(".")[0] for name in unit.parameters}) == 1 for unit in units.values())
 
@@ -149,7 +149,7 @@ def test_a_user_says_what_travels_together():
     model = Language(3)
     units = holds_each_once(model, find_units(model, units=["layers", "norm"]))
     assert list(units) == ["rest", "embedding", "layers", "norm", "head"]
-    assert units["layers"].module is None  # a list is never called
+    assert units["layers"].module is None  # a ModuleList is never called
     assert units["norm"].parameters == ("norm.weight", "norm.bias")
     inside = holds_each_once(model, find_units(model, units=["layers.1.up"]))
     assert {"layers.0", "layers.1.up", "layers.2"} <= set(inside)
@@ -158,7 +158,7 @@ def test_a_user_says_what_travels_together():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (["layers.9", "layers.0"], "no 'layers.9'"),
+        (["layers.9", "layers.0"], "contains 'layers.9'"),
         (["head"], "tied"),
         (["layers.0", "layers.0.up"], "read with one unit"),
         (["layers.0", "layers.0"], "read with one unit"),
@@ -207,7 +207,7 @@ def test_parameters_on_meta_and_empty_ones():
 
 
 class Head(nn.Module):
-    """A head whose last layer has the weight of the embedding."""
+    """A head whose last layer shares its weight with the embedding."""
 
     def __init__(self, width, vocabulary, embedding):
         super().__init__()
@@ -218,7 +218,10 @@ class Head(nn.Module):
 
 
 def test_what_is_bound_around_what():
-    """A module's parameters stay materialized during its call, tied ones too: `around` lists the enclosing units."""
+    """`around` lists the units of enclosing modules.
+
+    The parameters of an enclosing module, including tied parameters, stay materialized during the call of this module.
+    """
     model = Language()
     model.head = Head(32, 256, model.embedding)
     units = holds_each_once(model, find_units(model, units=["embedding", "head"]))
@@ -236,6 +239,6 @@ def test_what_is_bound_around_what():
 
 
 def test_a_list_of_parameters_alone_is_one_unit():
-    # The list is the root, so no module encloses it: the search for one must end.
+    # The list is the root of the model. No module encloses the list, so the search for an enclosing module must end.
     model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(2)])
     assert [unit.parameters for unit in find_units(model)] == [("0", "1")]

@@ -24,8 +24,8 @@ DOCUMENTS = [
     *PAGES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md")),
 ]
-# The word that may follow a fence, and its use. GitHub and the site's renderer know these words; a second word would
-# break the block.
+# The words that may follow the opening fence of a code block, with the use of each word. GitHub and the site's renderer
+# know these words. A second word after a fence would break the block.
 KINDS = {
     "python": "run by this file; README's block has a test of its own",
     "diff": "changes of a program, run by the tests of RUN_ELSEWHERE",
@@ -50,7 +50,7 @@ def name(path):
 
 
 def blocks(path, kind):
-    """Returns the contents of a page's fenced blocks of a kind."""
+    """Returns the contents of the code blocks in a page whose opening fence has the word `kind`."""
     return [body for found, body in BLOCK.findall(path.read_text()) if found == kind]
 
 
@@ -66,7 +66,7 @@ def test_what_does_not_run_here_runs_elsewhere():
     assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
 
 
-# Leaves out README, whose snippet has a test of its own.
+# Leaves out README, because test_readmes_loop_trains_and_goes_on tests its snippet.
 SNIPPETS = [
     pytest.param(body, id=f"{name(path)}-{number}")
     for path in PAGES[1:]
@@ -83,7 +83,7 @@ def test_a_snippet_runs(snippet, loaded, tmp_path, monkeypatch):
 
 
 def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
-    """Runs the loop with a small model; the second start finds all steps done."""
+    """Runs README's loop twice with a small model. The second run finds that all steps are done, and takes no step."""
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen2Config(vocab_size=1000, num_hidden_layers=2, **shape)
@@ -103,7 +103,7 @@ def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
 
 
 def lines(path):
-    """Yields the commands of a page: `memascend` commands in sentences, and commands in blocks, each as one line."""
+    """Yields each command of a page as one line: `memascend` commands in sentences, and commands in code blocks."""
     for span in re.findall(r"`(memascend [^`]* --\w[^`]* [^`]+)`", BLOCK.sub("", path.read_text())):
         yield " ".join(span.split())
     for kind in ("console", ""):
@@ -130,7 +130,7 @@ def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
 
 
 def typed(path):
-    """Returns the commands of a page's "console" blocks, without those for set-up."""
+    """Returns the commands of a page's "console" blocks, without the commands that begin with `make` or `pip`."""
     console = [line for body in blocks(path, "console") for line in body.replace("\\\n", " ").splitlines()]
     return [line for line in console if not line.startswith(("make ", "pip "))]
 
@@ -139,7 +139,10 @@ def typed(path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", [page for page in PAGES if typed(page)], ids=name)
 def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
-    """Runs a page's commands in order, in a folder with a copy of examples/ alone; no command downloads a file."""
+    """Runs a page's commands in order, in a folder that contains only a copy of examples/.
+
+    No command downloads a file.
+    """
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for line in typed(path):
         program, *words = shlex.split(line, comments=True)
@@ -151,7 +154,10 @@ def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_every_example_runs_as_it_says(example, tmp_path):
-    """Runs the commands in an example's docstring, in a fresh folder; a warning of the example is an error."""
+    """Runs the commands of an example's docstring in a fresh folder.
+
+    The test fails if the example itself warns.
+    """
     if example == "lora.py":
         pytest.importorskip("peft")
     said = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
@@ -197,8 +203,8 @@ def test_links_lead_somewhere(document):
             continue
         else:
             target = document.parent / place if place else document
-        assert target.exists(), f"{name(document)} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{name(document)} links to {link}"
+        assert target.exists(), f"{name(document)} links to {link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{name(document)} links to {link}: no such heading"
 
 
 def test_readmes_links_work_from_a_package_index():
@@ -208,12 +214,16 @@ def test_readmes_links_work_from_a_package_index():
 
 
 def test_no_two_pages_name_the_same_storage():
-    """A reader may try several pages in one folder, where the store of another page's model would be rejected."""
+    """Each page must name its own storage paths.
+
+    A reader may try several pages in one folder. If two pages used the same path, the second page would find the store
+    of a different model, and memascend would reject this store.
+    """
     path = re.compile(r"""(?:\bstorage(?:=|: )|--storage |Store\.create\()["']?([\w/{][\w./{}-]*[a-z}/])\b""")
     pages = {}
     for page in PAGES:
         for storage in set(path.findall(page.read_text())) - {"options.storage"}:
-            assert storage not in pages, f"{name(page)} and {pages[storage]} use {storage}"
+            assert storage not in pages, f"{name(page)} and {pages[storage]} both use {storage}: change one path"
             pages[storage] = name(page)
     assert len(pages) > 20
 

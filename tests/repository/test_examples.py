@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Returns a function that runs an example in this process, which already has its imports; returns the output."""
+    """Returns a function that runs an example and returns the example's output.
+
+    The example runs in this process, which has already imported the modules of the example.
+    """
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -44,7 +47,7 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
 
 
 def test_plain_loop_on_a_file(run, tmp_path):
-    """If the storage path does not exist, the store is a file, and the weights are written beside it."""
+    """If the storage path does not exist, the store is a file, and the weights are written to a file next to it."""
     store = tmp_path / "store"
     out = run("plain_loop.py", *TINY, "--steps", 1, "--storage", store)
     assert len(losses(out)) == 1
@@ -67,7 +70,7 @@ def test_trainer(run, small, tmp_path):
     assert not re.findall(r"'loss': '?([^',]+)", again)
     assert "'train_runtime'" in again
     assert (tmp_path / "trained/tokenizer.json").is_file()
-    # The saved model loads like any other, its values are finite, and they differ from the first values.
+    # The saved model loads with from_pretrained(). Its values are finite, and differ from the values before training.
     trained, first = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("trained", "model")
     )
@@ -84,11 +87,13 @@ def test_lora(run, small, tmp_path):
     out = run("lora.py", *small[:2], "--data", data, "--steps", 3, "--output", tmp_path / "adapters")
     assert [step for step, _ in losses(out)] == list("123")
     adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
-    # Two modules in each of two layers have two factors. The second factors start as zeros, so training changed them.
+    # Each of two layers has two modules with adapters, and each adapter has two factors, which makes eight tensors. The
+    # second factors are zero before training, so the test fails if training does not change them.
     assert len(adapters) == 8
     assert all(tensor.isfinite().all() and tensor.any() for tensor in adapters.values())
     assert (tmp_path / "adapters/tokenizer.json").is_file()
-    # Frozen values are written only once: a step writes less than a tenth of the bytes of all first values.
+    # Frozen values are written only once, before the first step. A step therefore writes less than a tenth of the bytes
+    # of all first values.
     written = dict(re.findall(r"^written +(\S+(?: \S+)*?)  +(\S+ \S+)", out, re.MULTILINE))
     assert size(written["values"]) / 3 < size(written["first values"]) / 10
 
@@ -107,7 +112,8 @@ def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path):
     assert [step for step, _ in losses(out)] == list("123")
     assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
     assert all(float(share) > 0 for share in re.findall(r"balance (\S+),", out))
-    # The experts of a layer are one parameter in training, and separate tensors again in the saved file.
+    # During training, the experts of a layer are one parameter. In the saved file, the experts are separate tensors, as
+    # in the original file.
     assert tensors(tmp_path / "out/model.safetensors") == tensors(tmp_path / "model/model.safetensors")
     trained, first = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "model"))
     assert not torch.equal(trained.model.layers[1].mlp.experts.down_proj, first.model.layers[1].mlp.experts.down_proj)
@@ -128,7 +134,10 @@ def write_text(folder):
 
 @pytest.fixture
 def small(tmp_path):
-    """Makes a folder with a model and a file with conversations; returns the examples' options for both."""
+    """Makes a folder with a model, and a file with conversations.
+
+    Returns the options with which an example uses the model, the file and a new store.
+    """
     pytest.importorskip("transformers")
     from support.small_folder import make_model, write_rows
 
@@ -144,13 +153,13 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
     more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
     whole = losses(run("finetune.py", *small[:4], "--storage", tmp_path / "other", "--output", tmp_path / "a", *more))
     assert [step for step, _ in whole] == list("123")
-    # Interrupts the run within its second step, as a kill would; the schedule is still that of three steps.
+    # Interrupts the run within its second step, like a kill. The schedule of the learning rate still has three steps.
     stopped = iter(range(3))
     own = torch.optim.lr_scheduler.LambdaLR.step
 
     def step(self, *rest):
         own(self, *rest)
-        # The constructor of the scheduler makes the first call.
+        # The constructor of the scheduler makes the first call of step().
         if next(stopped) == 2:
             raise KeyboardInterrupt
 
@@ -158,7 +167,8 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
         patched.setattr(torch.optim.lr_scheduler.LambdaLR, "step", step)
         with pytest.raises(KeyboardInterrupt):
             run("finetune.py", *small, "--output", tmp_path / "b", *more)
-    # The output begins with that of the interrupted run.
+    # The output also contains the output of the interrupted run, because the interrupted call did not read its own
+    # output.
     joined = losses(run("finetune.py", *small, "--output", tmp_path / "b", *more))
     assert joined == whole
     one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
@@ -167,7 +177,10 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
 
 
 def test_small_model(run, tmp_path):
-    """small_model.py makes the files for README's commands: a model that loads like one from the hub, and examples."""
+    """small_model.py makes the files that README's commands use.
+
+    The files are a model that from_pretrained() loads, and training data.
+    """
     transformers = pytest.importorskip("transformers")
     run("small_model.py", tmp_path, *TINY, "--vocabulary", 300, "--rows", 20)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -132,7 +132,7 @@ assert trained(checkpoint=folder + "/saved-4") == 6
 model = made()[0].to("meta")
 weights = folder + "/saved-6"
 memascend.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=weights)[1].close()
-# Lends CPU memory in place of a device's, which runs the same code.
+# Lends CPU memory. The same code lends the memory of a device.
 from types import SimpleNamespace
 from memascend.device.device import Device
 there = torch.arange(64, dtype=torch.uint8)
@@ -145,7 +145,7 @@ assert sys.modules["numpy"] is None
 
 
 class Owner:
-    """An owner of memory; a weak reference to the owner shows when Python frees it."""
+    """An owner of memory. A weak reference to the owner shows when Python frees the owner."""
 
 
 def test_the_owner_lives_as_long_as_the_last_view():

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# By crate: the crates of this repository, and the external crates, that it may use. Tests and benches may use more.
+# For each crate: the crates of this repository that it may use, and the external crates that it may use. Its tests and
+# benches may use further crates.
 CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),
@@ -29,7 +30,10 @@ BASE = {"errors", "memory", "nvme", "tensors", "text"}
 
 
 def rows():
-    """Yields each package of python/memascend and the packages that it may import, from the map in ARCHITECTURE.md."""
+    """Reads the map in ARCHITECTURE.md.
+
+    Yields each package of python/memascend with the packages that it may import.
+    """
     text = (ROOT / "ARCHITECTURE.md").read_text().partition("\npython/memascend/\n")[2].partition("\n```")[0]
     for room, allowed in re.findall(r"^  (\w+)/?\s[^>]*?-> (.*)$", text, re.MULTILINE):
         named = set(re.split(r",\s*", allowed.strip()))
@@ -38,7 +42,7 @@ def rows():
 
 
 ROOMS = {**dict(rows()), "__main__": {"cli"}}
-# The imports that modules of the base may have; `engine` is the public name of the package `storage`.
+# For each module of the base: the modules that it may import. `engine` is the public name of the package `storage`.
 GROUND = {
     "errors": set(),
     "text": {"errors"},
@@ -88,7 +92,7 @@ def python_files():
 
 
 def nodes(tree):
-    """Yields the nodes of a syntax tree, except for those under `if TYPE_CHECKING:`, which no program runs."""
+    """Yields the nodes of a syntax tree, without the nodes under `if TYPE_CHECKING:`, which no program runs."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             continue
@@ -113,7 +117,10 @@ PYTHON = {module: path for path, module in python_files()}
 
 
 def room_of(module):
-    """Returns the package, or module of the base, that contains a module; "" for memascend/__init__.py."""
+    """Returns the package that contains a module, or the name of a module of the base.
+
+    Returns "" for memascend/__init__.py.
+    """
     return [*module.split("."), ""][1]
 
 
@@ -123,7 +130,7 @@ def test_a_room_imports_what_its_row_allows(module):
     if not room:
         return
     allowed = GROUND.get(room, ROOMS.get(room))
-    assert allowed is not None, f"{module} is in no package of the map: enter it in ARCHITECTURE.md"
+    assert allowed is not None, f"{module} is in no package of the map: add its package in ARCHITECTURE.md"
     for imported in imports(PYTHON[module]):
         other = room_of(imported)
         if other == "_core":
@@ -134,19 +141,20 @@ def test_a_room_imports_what_its_row_allows(module):
 
 
 def test_rooms_and_modules_have_no_cycle():
-    # If `rows` found no packages, the other tests here would pass without a check.
+    # If `rows` found no packages, the other tests in this file would check nothing and pass.
     assert len(ROOMS) > 12
     assert cycle({**ROOMS, **GROUND}) is None
     modules = {}
     for module, path in PYTHON.items():
         found = {name if name in PYTHON else name.rpartition(".")[0] for name in imports(path)}
-        # memascend/__init__.py imports the public names for types alone, and no module needs it.
+        # An import of memascend/__init__.py does not count, because this file imports the public names only for type
+        # checkers.
         modules[module] = {name for name in found if name in PYTHON and name not in {module, "memascend"}}
     assert cycle(modules) is None
 
 
 def cycle(arrows):
-    """Returns a cycle in the graph `arrows` as a list of names; None if it has none."""
+    """Returns a cycle in the graph `arrows` as a list of names, or None if the graph has no cycle."""
     done, way = set(), []
 
     def visit(name):
@@ -170,4 +178,4 @@ def test_a_cycle_is_found():
 
 def test_no_rust_file_is_a_drawer():
     for path in [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "python").rglob("*.py")]:
-        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} does not name its subject"
+        assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} must be named after its subject"

@@ -1,4 +1,4 @@
-"""Tests the contents of wheel and sdist, the wheel with torch alone, and the version and notes of a release."""
+"""Tests the contents of wheel and sdist, the wheel in a bare environment, and the version and notes of a release."""
 
 import fcntl
 import json
@@ -30,13 +30,17 @@ def run(*words, **options):
 
 def maturin(*arguments):
     scripts = sysconfig.get_path("scripts")
-    # maturin looks for zig through the first Python on the path.
+    # maturin looks for zig with the first Python on PATH, so PATH begins with the folder of this environment's
+    # programs.
     environment = {**os.environ, "PYO3_PYTHON": sys.executable, "PATH": f"{scripts}:{os.environ['PATH']}"}
     run(Path(scripts) / "maturin", *arguments, cwd=ROOT, env=environment)
 
 
 def built(tmp_path_factory, pattern, *arguments):
-    """Returns a file that maturin built. One of the test processes builds it for all, under a lock."""
+    """Returns a file that maturin built.
+
+    One test process builds the file under a lock, and all test processes use this file.
+    """
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -51,7 +55,7 @@ def built(tmp_path_factory, pattern, *arguments):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    # The wheel has the extension that set-up compiled: cargo compiles no code again.
+    # The wheel contains the extension that the set-up has compiled, so cargo compiles nothing here.
     return built(tmp_path_factory, "*.whl", "build", "--profile", "release", "--compatibility", "linux")
 
 
@@ -67,8 +71,8 @@ def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
     (wheel,) = tmp_path.iterdir()
     assert re.fullmatch(r"memascend-[\d.]+-cp311-abi3-manylinux_2_28_(x86_64|aarch64)\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
-        # The extension needs the system's unwinder: with a different unwinder, a thread that waits while Python exits
-        # crashes.
+        # The extension must use the system's unwinder. With a different unwinder, a thread that waits while Python
+        # exits would crash.
         assert b"libgcc_s.so.1\0" in archive.read("memascend/_core.abi3.so")
 
 
@@ -82,7 +86,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     assert KERNELS, "no kernels found"
     assert sources | data <= names, sources | data - names
     rest = {name for name in names - sources - data if ".dist-info/" not in name}
-    assert not rest, "stray files"
+    assert not rest, "the wheel contains files that do not belong in it"
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert sizes["memascend/_core.abi3.so"] < 8 << 20
 
@@ -109,7 +113,7 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def requirements(text, seen):
-    """Adds to `seen` the distributions that a requirement installs in this environment, including its own."""
+    """Adds the distribution of a requirement to `seen`, and all distributions that it needs in this environment."""
     wanted = Requirement(text)
     if wanted.name in seen and not wanted.extras:
         return
@@ -123,7 +127,7 @@ def requirements(text, seen):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Makes an environment with the wheel, and with torch linked from this environment; returns its interpreter."""
+    """Makes an environment with the wheel, and links torch from this environment into it; returns its interpreter."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
@@ -183,7 +187,7 @@ def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
 
 
 def test_a_release_is_called_as_the_wheel_is_and_has_notes():
-    """`make version` is the wheel's version, and `make notes` the newest section of the changelog."""
+    """`make version` prints the version of the wheel. `make notes` prints the newest section of the changelog."""
     version, notes = (run("make", "--silent", word, cwd=ROOT, timeout=60) for word in ("version", "notes"))
     version = version.strip()
     assert version == metadata.version("memascend")
@@ -194,7 +198,7 @@ def test_a_release_is_called_as_the_wheel_is_and_has_notes():
 
 
 def test_workflows_and_forms_are_yaml():
-    """Tests the syntax alone: in `make lint`, zizmor checks the schemas of workflows."""
+    """Tests only the syntax. In `make lint`, zizmor checks the schemas of workflows."""
     yaml = pytest.importorskip("yaml")
     files = sorted((ROOT / ".github").rglob("*.yml"))
     scripts = set()

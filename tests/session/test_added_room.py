@@ -1,4 +1,4 @@
-"""Tests that a step gets more memory for units than planned if no budget was given; otherwise it raises BudgetError."""
+"""Tests steps that need more memory for units than planned: with a budget from the user, they raise BudgetError."""
 
 import re
 from functools import partial
@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Segments(nn.Module):
-    """A model with a checkpoint around every four blocks: recomputing a segment needs four units at once."""
+    """A model that checkpoints segments of four blocks.
+
+    Recomputing a segment needs the units of four blocks at once.
+    """
 
     def __init__(self):
         super().__init__()
@@ -53,7 +56,7 @@ def made(storage, **options):
 
 @pytest.fixture(scope="module")
 def wanted():
-    """Trains in memory, and returns the state dict."""
+    """Returns the state dict of a model that was trained in memory."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Segments()
@@ -63,7 +66,10 @@ def wanted():
 
 
 def test_room_is_made_where_nobody_gave_a_budget(tmp_path, caplog, wanted):
-    """The added memory is logged, and the plan includes it."""
+    """Without a budget from the user, a step gets the missing memory.
+
+    The library logs the added memory and adds it to the plan.
+    """
     model, optimizer = made(tmp_path)
     with optimizer, caplog.at_level("WARNING", logger="memascend"):
         before = optimizer.plan
@@ -71,7 +77,7 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, caplog, wanted):
         assert same_states(values(model), wanted)
         after, host = optimizer.plan, optimizer.report().to_dict()["host"]
         places = sum(after.classes.values()) - sum(before.classes.values())
-        assert places == sum("were added for unit" in message for message in caplog.messages) > 0
+        assert places == sum("more than the planned" in message for message in caplog.messages) > 0
         assert after.host["units"] - before.host["units"] == after.budget - before.budget > 0
         assert sum(after.host.values()) == after.host_peak
         assert host["total"] <= host["budget"] == after.budget
@@ -86,7 +92,7 @@ def test_room_is_made_on_a_device(tmp_path, caplog):
         train(model, optimizer)
         after, device = optimizer.plan, optimizer.report().to_dict()["device"]
         places = sum(after.classes.values()) - sum(before.classes.values())
-        assert places == sum("were added for unit" in message for message in caplog.messages) > 0
+        assert places == sum("more than the planned" in message for message in caplog.messages) > 0
         added = after.device["units"] - before.device["units"]
         assert added == after.device_budget - before.device_budget == after.device_peak - before.device_peak > 0
         assert device["owners"]["units"]["bytes"] == after.device["units"]
@@ -96,10 +102,13 @@ def test_room_is_made_on_a_device(tmp_path, caplog):
 
 @pytest.mark.gpu
 def test_a_device_that_is_full_says_so(tmp_path, monkeypatch):
-    """A device without memory for a unit raises an error; once memory is free, the step can be repeated."""
+    """If the device has no memory for a unit, the step raises an error.
+
+    Once memory is free, the step can be repeated.
+    """
 
     def full(_device, nbytes):
-        raise torch.OutOfMemoryError(f"{nbytes} bytes are not there")
+        raise torch.OutOfMemoryError(f"the device cannot allocate {nbytes} bytes")
 
     model, optimizer = made(tmp_path, device="cuda")
     with optimizer:
@@ -131,9 +140,10 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         with pytest.raises(memascend.BudgetError, match="no memory for unit") as error:
             train(model, optimizer)
         assert (optimizer.steps, optimizer.plan.budget) == (0, budget)
-    named = re.search(r'host_memory="(\S+)" has a place for every unit', str(error.value))[1]
+    named = re.search(r'host_memory="(\S+)", which has a slot for every unit', str(error.value))[1]
     assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
-    # Tests the budget in the error's `smallest`, or the budget that its message names.
+    # With "ssd", trains with the budget in `error.value.smallest`. With "fused", trains with the budget that the
+    # message names.
     larger = error.value.smallest if gradients == "ssd" else named
     model, optimizer = made(tmp_path / "three", gradients=gradients, host_memory=larger)
     with optimizer:

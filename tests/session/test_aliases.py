@@ -1,4 +1,4 @@
-"""Tests aliases of weights and of optimizer state that exist at offload(): rejected by name, or correct afterwards."""
+"""Tests tensors that share memory with weights or optimizer state: offload() raises, or training stays exact."""
 
 import copy
 import gc
@@ -52,13 +52,16 @@ ALIASES = {
     "looked at by numpy": lambda model: model[0].weight.detach().numpy().sum(),
     "loaded by torch": loaded,
 }
-# torch does not count the holders of memory that is shared in these ways: even after the alias is deleted, offload()
-# accepts only copies of the weights.
+# torch does not count aliases that code makes in these ways. Even after the alias is deleted, offload() rejects the
+# weights and accepts only copies of the weights.
 UNCOUNTED = ("buffer below", "other processes", "looked at by numpy", "loaded by torch")
 
 
 def refused(model, optimizer, folder, words):
-    """Requires that `offload()` raises an error with `words`, changes nothing and leaves no file."""
+    """Requires that `offload()` raises an error and changes nothing. The error must match `words`.
+
+    `offload()` must also leave no file.
+    """
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     with pytest.raises(memascend.ConfigError, match=words):
         memascend.offload(model, optimizer, storage=folder / "run.store")
@@ -69,7 +72,7 @@ def refused(model, optimizer, folder, words):
 
 
 def accepted(model, optimizer, folder):
-    """Requires that `offload()` succeeds, and that the model trains with the bits of in-memory training."""
+    """Requires that `offload()` succeeds, and that training then gives the same bits as training in memory."""
     plain = copy.deepcopy(model)
     theirs = type(optimizer)(plain.parameters(), **optimizer.defaults)
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -82,9 +85,9 @@ def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
     model = chain(3)
     kept = ALIASES[way](model)
     optimizer = sgd(model)
-    # The first layer's input needs no gradient, so the graph does not save that layer's weight.
+    # The input of layer 0 needs no gradient, so the graph does not save the weight of layer 0. The error names layer 1.
     name = "1" if way == "graph" else "0"
-    refused(model, optimizer, tmp_path, rf"{name}\.weight.*(shares memory|may not have alone)")
+    refused(model, optimizer, tmp_path, rf"{name}\.weight.*(shares memory|code outside of torch may use)")
     del kept
     if way in UNCOUNTED:
         for parameter in model.parameters():
@@ -125,7 +128,7 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
 def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
-    """DLPack keeps the parameter itself alive; it makes no second tensor with the parameter's memory."""
+    """DLPack keeps the parameter itself alive. DLPack makes no second tensor that shares the parameter's memory."""
     model = chain(3)
     model[0].requires_grad_(False)
     kept, optimizer = export(model[0].weight), sgd(model[1:])

@@ -1,4 +1,4 @@
-"""Tests the contents of a commit, later changes that close() commits, and steps that fail or are interrupted."""
+"""Tests what a commit contains, which later changes close() commits, and steps that fail or are interrupted."""
 
 import ast
 import functools
@@ -18,13 +18,13 @@ import memascend
 from memascend.optim import rules
 
 WIDTH = 16
-# The size of a buffer that a step writes only if it has changed. The state machine tests small buffers, which every
-# step writes.
+# The number of elements of a large buffer. A step writes a large buffer only if the buffer has changed. Every step
+# writes all small buffers, which tests/parity/machine.py tests.
 LARGE = 600_000
 
 
 class Counting(nn.Module):
-    """Writes to a buffer in place in every forward."""
+    """A model that writes to its buffer in place in every forward."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,10 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """Tests write to its buffer through `.data`, as `vector_quantize_pytorch` does: torch counts no new version."""
+    """A model whose buffer the tests change through `.data`, so that torch counts no new version of the buffer.
+
+    `vector_quantize_pytorch` changes buffers in this way.
+    """
 
     def forward(self, x):
         return self.layer(x)
@@ -85,7 +88,10 @@ def normed():
 
 
 def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path):
-    """Steps, loads and close() work without the buffer; for example, permanent pruning deletes its mask."""
+    """Steps, loads and close() work after code has deleted a buffer.
+
+    Permanent pruning, for example, deletes its mask.
+    """
 
     def made(**options):
         model = normed()
@@ -116,7 +122,7 @@ def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_pa
             norm.running_mean = norm.running_mean.half()
         else:
             norm.running_mean.resize_(4)
-        with pytest.raises(memascend.ConfigError, match=r"buffer '1\.running_mean' .* was .*set it back"):
+        with pytest.raises(memascend.ConfigError, match=r"buffer '1\.running_mean' .* was .*Set the buffer back"):
             optimizer.step()
         assert optimizer.steps == 0
         norm.running_mean = own
@@ -125,7 +131,7 @@ def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_pa
         assert not torch.equal(model[0].weight, before)
 
 
-# --- buffers that code assigns after the last step (the state machine only runs forwards) ---------
+# --- buffers that code assigns after the last step ------------------------------------------------
 
 
 def assigned(model):
@@ -157,7 +163,7 @@ def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, du
 
 
 def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
-    """A resume repeats the step that was not committed. The state machine tests more steps that are not committed."""
+    """A resume repeats a step that was not committed, so close() must not keep the buffers that this step changed."""
     model, optimizer = offloaded(tmp_path / "s", normed())
     step(model, optimizer)
     wanted = statistics(model)
@@ -166,18 +172,18 @@ def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
     model, optimizer = offloaded(tmp_path / "s", normed(), existing="resume")
     assert same_states(statistics(model), wanted)
     loss_of(model)
-    with pytest.warns(UserWarning, match="close.. does not keep them: a forward ran whose step was not made"):
+    with pytest.warns(UserWarning, match="close.. does not keep these changes: a forward ran without a step"):
         optimizer.close()
 
 
 def test_close_keeps_the_way_back_from_a_step_that_is_not_finite(tmp_path):
-    """close() makes no commit here: it would replace step 1, which "previous" opens."""
+    """close() makes no commit here, because a commit would replace step 1, which existing="previous" opens."""
     options = {"gradients": "fused", "storage": tmp_path / "s"}
     model, optimizer = offloaded(model=normed(), **options)
     step(model, optimizer)
     wanted = values(model)
     (loss_of(model) * float("nan")).backward()
-    with pytest.warns(UserWarning, match='existing="previous" .* at 1'):
+    with pytest.warns(UserWarning, match='back to step 1, .*existing="previous"'):
         optimizer.step()
     optimizer.zero_grad()
     assigned(model)
@@ -264,24 +270,27 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
 # --- Ctrl-C at any line of a forward and a backward ------------------------------------------------
 
 PACKAGE = os.path.dirname(memascend.__file__)
-# The number of lines between two interrupts. It is odd, and each case starts at a different line, so together the cases
-# cover most lines.
+# The number of executed lines from one interrupt to the next. The number is odd, and each case starts at a different
+# line, so the cases together interrupt many different lines.
 STRIDE = 97
 
 
 @functools.cache
 def with_lines(file):
-    """Returns the lines of all `with` statements in a file, without their bodies."""
+    """Returns the line numbers of all `with` statements in a file, without the lines of the bodies."""
     statements = (node for node in ast.walk(ast.parse(pathlib.Path(file).read_text())) if isinstance(node, ast.With))
     return {line for one in statements for line in range(one.lineno, one.body[0].lineno)}
 
 
 def interrupted(run, line, functions=None):
-    """Calls `run` and raises KeyboardInterrupt in it at `line`; True if execution reached `line`.
+    """Calls `run`, and raises KeyboardInterrupt in `run` at `line`. Returns True if execution reached `line`.
 
-    `line` counts executed lines of the package, or of `functions`. At a `with`, the interrupt comes one line later:
-    Python calls a trace function between the end of the block and its `__exit__`, where no signal can arrive, and an
-    exception there would skip `__exit__`.
+    `line` is a number of executed lines. If `functions` is None, all lines of the package count. Otherwise only the
+    lines of the functions with these names count.
+
+    If the line belongs to a `with` statement, the interrupt is raised at the next line. The reason: Python also calls
+    the trace function at the `with` statement when the block has ended and before it calls `__exit__`. No signal can
+    arrive at this point, and an exception at this point would skip `__exit__`.
     """
     lines = itertools.count(1)
     due = False
@@ -307,14 +316,16 @@ def interrupted(run, line, functions=None):
         return True
     finally:
         sys.settrace(before)
-    # In some callbacks, torch and Python only print the KeyboardInterrupt, and continue.
+    # If the KeyboardInterrupt is raised in some kinds of callbacks, torch or Python prints the KeyboardInterrupt and
+    # continues.
     return next(lines) > line
 
 
 def goes_on(tmp_path, way, gradients, lines, functions=None):
-    """Interrupts a backward at each of `lines`, drops the gradients, and requires that the next step equals memory's.
+    """Interrupts one backward at each of `lines`, and requires that the next step has the bits of training in memory.
 
-    `way` says how the gradients are dropped. Returns the number of interrupts.
+    Drops the gradients between the interrupt and the next step. `way` names the way to drop the gradients. Returns the
+    number of interrupts.
     """
     plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(bias=True))
     ways = {
@@ -333,7 +344,7 @@ def goes_on(tmp_path, way, gradients, lines, functions=None):
             if not more:
                 break
             count += 1
-    # A disabled `__torch_function__` would spoil every later test in this process.
+    # If an interrupt left `__torch_function__` disabled, later tests in this process would fail.
     assert torch._C._is_torch_function_enabled()
     return count
 

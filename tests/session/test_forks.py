@@ -1,4 +1,4 @@
-"""Tests forked children of a run: calls in them raise errors at once, and their writes do not reach the parent."""
+"""Tests forks of a run's process: calls in the child raise at once, and writes of the child do not reach the parent."""
 
 import copy
 import ctypes
@@ -36,15 +36,19 @@ ASKED = {
 def begun(folder, host_memory: str | None = "64MiB"):
     model, optimizer = offloaded(folder / "run.store", host_memory=host_memory)
     step(model, optimizer)
-    # After the read, the unit's values are in memory, which the kernel wipes in a forked child.
+    # This read loads the values of a unit into memory. The kernel wipes this memory in a forked child.
     model[0].weight.norm()
     return model, optimizer
 
 
 def asked(model, optimizer, folder):
-    """Makes all calls of `ASKED` in a child; returns the calls that did not raise the error for forks."""
+    """Makes all calls of `ASKED`, in a child process.
+
+    Returns the calls that did not raise the UsageError about forks.
+    """
     wrong = {}
-    # No call may use the store: a thread of the parent, which the child lacks, may have held the store's locks.
+    # Removes the store, so that a call that uses the store fails. At the fork, a thread of the parent may have held
+    # locks of the store. This thread does not exist in the child, so the child could wait for these locks forever.
     run = optimizer._session.run
     run.metadata._store = run.resources.store = None
     for name, ask in ASKED.items():
@@ -85,7 +89,10 @@ def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
 
 
 def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
-    """At the fork, a thread that only the parent has may hold locks: the child must not wait for them."""
+    """A thread of the parent may hold locks at the fork.
+
+    The child has no such thread, so it must not wait for locks.
+    """
     model, optimizer = begun(tmp_path)
     ended = threading.Event()
 
@@ -106,7 +113,7 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
 
 
 def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
-    """A child that exits prints nothing and commits nothing: the run belongs to its parent."""
+    """A child that exits prints nothing and commits nothing, because the run belongs to the parent process."""
     program = """if True:
         import os, sys, torch, memascend
         torch.manual_seed(0)
@@ -128,7 +135,7 @@ def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
     assert said.splitlines() == ["steps 2"]
 
 
-# --- a child's writes to memory of weights, by the way in which the program got it --------------------
+# --- a child's writes to memory of weights -------------------------------------------------------------
 
 WAYS = {
     "state dict": lambda model: model.state_dict()["1.weight"],
@@ -148,7 +155,7 @@ def test_what_a_child_writes_is_its_own(tmp_path, way):
     def write():
         read = same_bits(reached, before)
         reached.fill_(7)
-        # The writes of a grandchild do not reach the child.
+        # This child also forks. Writes of the second child must not reach this child.
         in_child(lambda: reached.fill_(9))
         return read and bool((reached == 7).all())
 

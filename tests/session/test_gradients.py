@@ -1,6 +1,6 @@
 """Tests gradients that users keep, alias and pass in, or that arrive in pieces: no gradient is lost, doubled or mixed.
 
-The state machine tests gradients that code assigns, drops and changes.
+tests/parity/machine.py tests gradients that users assign, drop or change.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def test_a_gradient_that_was_dropped_never_reads_as_the_next_one(tmp_path):
         for use in (saved.clone, lambda: model[0].weight.grad.add_(saved)):
             with pytest.raises(UsageError, match="clone"):
                 use()
-        # `model.zero_grad()` drops gradients, too: `save()` then finds no staged step.
+        # `model.zero_grad()` also drops gradients. `save()` then finds no staged step, so it must not raise.
         model.zero_grad()
         optimizer.save(tmp_path / "saved")
 
@@ -63,7 +63,7 @@ def test_a_gradient_with_a_graph_is_exact_in_memory_and_else_refused(tmp_path, g
 
 
 def flat_views(model, flat):
-    """Makes all gradients views of one buffer."""
+    """Makes the gradient of each parameter a view of the tensor `flat`."""
     for p, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
         p.grad = part.view_as(p)
 
@@ -73,7 +73,10 @@ def flat_views(model, flat):
     [("ssd", "scaled"), ("fused", "accumulated"), ("auto", "accumulated"), ("ram", "scaled"), ("ssd", "assigned anew")],
 )
 def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
-    """Before step(), reads of the buffer return the gradients, and step() uses values that are written to it."""
+    """Before step(), reading the buffer returns the gradients.
+
+    step() uses the values that the loop wrote to the buffer.
+    """
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
 
     def run(one, opt):
@@ -100,7 +103,10 @@ def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradie
 
 
 class Flat(torch.nn.Module):
-    """Returns its weight as a flat view, so that autograd uses the `gradient` of backward() without a copy."""
+    """A module that returns a flat view of its weight.
+
+    For a flat view, autograd uses the argument `gradient` of backward() without a copy.
+    """
 
     def __init__(self):
         super().__init__()
@@ -112,7 +118,7 @@ class Flat(torch.nn.Module):
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
 def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
-    """In memory, the weight's gradient is a view of the tensor that backward() was given."""
+    """If the model were in memory, the weight's gradient would be a view of the tensor that backward() gets."""
     model, optimizer = offloaded(tmp_path / "s", Flat(), torch.optim.SGD, gradients=gradients)
     with optimizer:
         mine = torch.ones(WIDTH * WIDTH)
@@ -130,7 +136,7 @@ def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_
 
 
 def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
-    """Torch passes the result of the first hook to the next hook, which may be memascend's."""
+    """Autograd passes the result of the user's hook to the next hook, which may be a hook of memascend."""
     model = chain()
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
     model, optimizer = offloaded(tmp_path / "s", model, torch.optim.SGD)
@@ -160,7 +166,10 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
      ("touched", "fused"), ("touched", "ssd")],
 )  # fmt: skip
 def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way, gradients):
-    """Both backwards contribute to the gradient, in either order; "own" is a checkpoint that is not torch's."""
+    """The outer backward adds to the gradient of a weight, and so does the inner backward. Either may come first.
+
+    "own" uses a checkpoint function that is not from torch.
+    """
 
     def forward(model, seed):
         def inside(y):

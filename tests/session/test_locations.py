@@ -1,4 +1,4 @@
-"""Tests the file of a store: its owner and mode, the meaning of its path, its loss, and runs that have it open."""
+"""Tests the file of a store: owner, permissions, path, loss of the file, and opening a file that a run has open."""
 
 import errno
 import gc
@@ -29,7 +29,7 @@ def mode_of(path):
 
 
 def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
-    """Also tests file systems of the kernel (such as /proc), in which offload() cannot create a store."""
+    """Also tests that offload() raises in file systems of the kernel, such as /proc, where no store can be created."""
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path)
     step(model, optimizer)
@@ -82,7 +82,8 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
     target.chmod(0o604)
     with engine.Store.open(target):
         assert mode_of(target) == 0o600
-    # A store keeps narrower permissions that its owner has set. A volume is not a store and keeps its permissions.
+    # If the owner of a store has set narrower permissions, opening the store keeps these permissions. A volume is not a
+    # store, so opening a volume changes no permissions.
     target.chmod(0o400)
     engine.Store.open(target).close() if os.geteuid() == 0 else None
     assert mode_of(target) == 0o400
@@ -97,7 +98,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
     path = tmp_path / "store"
     filled(path, records()).close()
     os.chown(path, 1000, 1000)
-    # root may read another user's store, but may not replace it.
+    # root may read a store of another user. root may not replace such a store.
     with engine.Store.open(path) as store:
         content = store.read("weight")[0].clone()
     for length in (path.stat().st_size, 0):
@@ -114,7 +115,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_what_is_no_file_is_refused_by_name(tmp_path):
-    # An open() of a pipe would block until its other end is open.
+    # A usual open() of this pipe would block forever, because no process opens the other end of the pipe.
     os.mkfifo(tmp_path / "pipe")
     for opening in (
         lambda: engine.Store.create(tmp_path / "pipe", records()),
@@ -123,7 +124,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path):
         with pytest.raises(StorageError, match="neither a file nor a block device"):
             opening()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match=r"it is a link to .*elsewhere, which is not there"):
+    with pytest.raises(StorageError, match=r"it is a link to .*elsewhere, which does not exist"):
         engine.Store.create(tmp_path / "link", records())
     assert not (tmp_path / "elsewhere").exists()
 
@@ -185,7 +186,7 @@ def move(path):
 def replace(path):
     path.unlink()
     path.write_bytes(b"somebody else's")
-    return "is now another file"
+    return "was replaced by another file"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
     model, optimizer = offloaded("run", durability=durability)
     # A warning would fail the test.
     step(model, optimizer)
-    # The check of the path does not depend on the working directory.
+    # Changes the working directory. step() must still find the file of the store.
     os.chdir("/")
     step(model, optimizer)
     what = happen(tmp_path / "run")
@@ -304,7 +305,7 @@ def test_a_resume_or_replacement_by_another_model_or_optimizer_leaves_the_run(tm
         offloaded(tmp_path / "run.store", make(), kind, existing="resume")
     with pytest.raises(ConfigError, match=rf"run\.store.*open at step {steps} .*optimizer\.close\(\)"):
         offloaded(tmp_path / "run.store", make(), kind, existing="replace")
-    # With "previous", too, the error names close().
+    # The error for existing="previous" must also advise optimizer.close().
     with pytest.raises(StorageError, match=r"optimizer\.close\(\)") as refused:
         offloaded(tmp_path / "run.store", existing="previous")
     assert refused.value.errno == errno.EBUSY

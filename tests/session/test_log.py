@@ -1,4 +1,7 @@
-"""Tests a run's write-ahead log of gradients: bytes written, resuming after a kill; also close() without a log."""
+"""Tests the write-ahead log of gradients: bytes written, and resuming after a kill.
+
+Also tests close() without a log.
+"""
 
 import logging
 import shutil
@@ -23,7 +26,7 @@ def begun(store, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, bias=True, **o
 
 
 class Interrupting(run.Progress):
-    """Sends Ctrl-C on the first `times` calls of `reached`."""
+    """A `Progress` that sends Ctrl-C to the process in each of the first `times` calls of `reached`."""
 
     times, heard = 0, []
 
@@ -80,7 +83,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
     assert cli.main(["store", "info", str(left)]) == 0
     assert "log" in capsys.readouterr().out
     assert cli.main(["store", "verify", str(left)]) == 0
-    assert left.read_bytes() == before, "reading a store wrote to it"
+    assert left.read_bytes() == before, "reading the store changed its bytes"
     shutil.copy(left, tmp_path / "other")
     shutil.copy(left, tmp_path / "last")
     ends = []
@@ -113,7 +116,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
     assert same_states(everything(model, optimizer), expected)
     train(model, optimizer, [4])
     expected = everything(model, optimizer)
-    # An interrupted close() leaves its steps in the log.
+    # If close() is interrupted, steps of the run stay in the log.
     with monkeypatch.context() as patched:
         patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "heard": []}))
         with pytest.raises(KeyboardInterrupt):
@@ -131,7 +134,7 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         train(model, optimizer, range(3))
         assert optimizer.report().written["log"] == 0
         expected = everything(model, optimizer)
-    # The device has no room for a log, which the opening detects.
+    # Simulates a device without room for a log. The next offload() must log a warning.
     monkeypatch.setattr(engine.Store, "keep_log", lambda *_: 0)
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = begun(tmp_path / "store")
@@ -146,7 +149,7 @@ def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, mon
         assert written >= optimizer.plan.written_bytes["values"] + optimizer.plan.written_bytes["state"]
 
 
-# --- close() of a run whose only copy is in memory ------------------------------------------------
+# --- close() of a run whose state is only in memory -----------------------------------------------
 
 
 def undurable(store, **options):
@@ -183,7 +186,7 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
     with caplog.at_level(logging.WARNING, "memascend"), pytest.raises(KeyboardInterrupt):
         optimizer.close()
     assert "another Ctrl-C drops them" in caplog.text
-    # After the interrupt, close() continued instead of starting again.
+    # After the interrupt, close() continued. It did not start again.
     done = [one[0] for one in progress.heard]
     assert done[1] >= done[0]
     optimizer.close()

@@ -1,4 +1,4 @@
-"""Tests runs that lack disk space for the gradient log or the second places of gradients: they report it; bits stay."""
+"""Tests runs with too little disk space for the gradient log or for deferred updates: a run warns and stays exact."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ from memascend.plan import decision
 
 
 def sizes(tmp_path):
-    """Returns the bytes of a store, and the bytes of a gradient log for 16 steps and for 1 step, by this number."""
+    """Returns the bytes of a store, and a dictionary with the bytes of a gradient log for 16 steps and for 1 step."""
     found = {}
     for steps in (16, 1):
         with begun(tmp_path / f"sizes-{steps}", log_steps=steps)[1] as optimizer:
@@ -29,7 +29,7 @@ def sizes(tmp_path):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Returns a function that sets the number of bytes that storage has free beside a store."""
+    """Returns a function that sets the number of bytes that the library finds free on storage next to a store."""
     return lambda nbytes: monkeypatch.setattr(decision, "room_beside", lambda *_: nbytes)
 
 
@@ -50,8 +50,8 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypa
         steps, report = optimizer.plan.log_steps, optimizer.report()
         assert steps in ([0] if is_none else [6, 7, 8]), "the log takes at most half of the free space"
         assert optimizer.plan.log_bytes <= half
-        is_told = "none" if is_none else f"one of {steps} steps"
-        assert f"no disk space for a gradient log of 16 steps: it is {is_told}" in caplog.text
+        is_told = "no steps" if is_none else f"only {steps} steps"
+        assert f"no disk space for a gradient log of 16 steps: the log holds {is_told}" in caplog.text
         assert ("no disk space for a gradient log" if is_none else "no disk space for 16") in str(optimizer.plan)
         shown = "written whole each step" if is_none else f"gradient log of {steps} steps (no disk space for 16)"
         assert shown in str(report)
@@ -75,7 +75,10 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
 
 
 def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
-    """A gradient that is set to None keeps its bytes in the log until the commit, so a loop can fill the log."""
+    """If a loop sets a gradient to None, the bytes of the gradient stay in the log until the commit.
+
+    Such gradients can fill the log.
+    """
     ends = []
     for drops in (0, 5):
         model, optimizer = begun(tmp_path / f"dropped-{drops}", log_steps=1, gradients="fused")
@@ -136,7 +139,7 @@ def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only root makes loop devices")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, because only root can create loop devices")
 def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_path, loop, caplog):  # noqa: F811
     store, logs = sizes(tmp_path)
     each = (logs[16] - logs[1]) // 15
@@ -149,7 +152,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
         assert ("no disk space for a gradient log" in caplog.text) == (steps < 16)
         train(model, optimizer, range(5))
         expected = everything(model, optimizer)
-        # Copies the device in the state that a kill would leave.
+        # Copies the device. The copy has the state in which a kill would leave the device.
         with open(device, "rb") as left, open(tmp_path / "left", "wb") as copy:
             shutil.copyfileobj(left, copy)
         optimizer.close()
@@ -161,7 +164,10 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
 
 @pytest.mark.root
 def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
-    """Resumes a store without second places on a full file system; once a file is removed, updates are deferred."""
+    """On a full file system, the run has no second places for gradients, so the run makes all updates at once.
+
+    After the file `filler` is removed, the run defers updates.
+    """
     store, filler, scratch = small_ext4 / "s", small_ext4 / "filler", {"scratch": tmp_path}
     deferred_run(store, "ram", steps=2, durability="none", **scratch)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as full:
@@ -169,7 +175,7 @@ def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # 
             pass
     with caplog.at_level(logging.WARNING, "memascend"):
         at_once = deferred_run(store, steps=4, **scratch)[2]
-    assert "no disk space for second places of" in caplog.text
+    assert "too little disk space to defer the updates of" in caplog.text
     assert at_once.deferred == 0
     filler.unlink()
     caplog.clear()

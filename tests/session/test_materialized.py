@@ -1,4 +1,4 @@
-"""Tests `materialized()`: changes without `modify=True`, parameters that are replaced, memory given to weights."""
+"""Tests `materialized()`: changes without `modify=True`, replaced parameters, and weights that get other memory."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,10 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
 
 @pytest.mark.parametrize("modify", [False, True])
 def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
-    """With `modify`, step() raises if code kept a view of a weight; without `modify`, the view is a snapshot."""
+    """With modify=True, step() raises if code still holds a view of a weight.
+
+    With modify=False, the view is a snapshot.
+    """
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         with memascend.materialized(model, modify=modify):
@@ -103,7 +106,10 @@ def test_parameters_that_replace_others_are_written(tmp_path, replace):
 
 
 def put(name, **options):
-    """Returns a function that replaces a parameter of layer 1; `options` say how the new parameter differs."""
+    """Returns a function that replaces the parameter `name` of layer 1.
+
+    `options` set the shape, dtype or `requires_grad` of the new parameter.
+    """
 
     def replace(model):
         given = torch.ones(options.pop("shape", (WIDTH, WIDTH)), dtype=options.pop("dtype", None))
@@ -113,12 +119,12 @@ def put(name, **options):
 
 
 MISFITS = {
-    "shape": (put("weight", shape=(3, WIDTH)), r"shape \[32, 32\], and the other one shape \[3, 32\]"),
-    "dtype": (put("weight", dtype=torch.float64), "torch.float32, and the other one torch.float64"),
-    "frozen": (put("weight", requires_grad=False), "requires_grad=True, and .*requires_grad=False"),
+    "shape": (put("weight", shape=(3, WIDTH)), r"shape \[32, 32\], but the replacement has shape \[3, 32\]"),
+    "dtype": (put("weight", dtype=torch.float64), "torch.float32, but the replacement has torch.float64"),
+    "frozen": (put("weight", requires_grad=False), "requires_grad=True, but .*requires_grad=False"),
     "module": (
         lambda model: setattr(model, "1", torch.nn.Linear(WIDTH, WIDTH, bias=False)),
-        r"'1\.weight' was removed .* before offload\(\)",
+        r"'1\.weight' was removed .* call offload\(\) again",
     ),
 }
 
@@ -147,10 +153,11 @@ def test_a_tied_parameter_stays_one(tmp_path):
     model, optimizer = offloaded(tmp_path / "s", tied())
     with optimizer:
         before, own = values(model), model[0].weight
-        with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one parameter"):
+        with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one tied parameter"):
             inside(model, new)
         assert same_states(values(model), before)
-        # A load with `assign=True` turns the tied parameter into two parameters.
+        # `assigned` loads with assign=True, which replaces the tied parameter by two parameters. materialized() must
+        # then restore the tied parameter.
         inside(model, assigned)
         assert model[0].weight is model[1].weight is own
         assert same_bits(model[0].weight, before["0.weight"] * 2)
@@ -189,7 +196,7 @@ def test_memory_that_is_given_to_weights_is_watched(tmp_path):
 @pytest.mark.parametrize(
     ("of", "says"),
     [
-        (lambda _: torch.from_numpy(np.ones((WIDTH, WIDTH), "float32")), "torch may not have alone"),
+        (lambda _: torch.from_numpy(np.ones((WIDTH, WIDTH), "float32")), "code outside of torch may use"),
         (lambda model: model[1].weight.data[:], "share memory"),
     ],
 )

@@ -18,14 +18,14 @@ def hooks():
     return (
         len(torch.nn.modules.module._global_module_registration_hooks),
         len(_global_optimizer_pre_hooks),
-        # torch itself adds types to this list, too: count those of memascend only.
+        # torch also adds types to this list, so this counts only the types of memascend.
         sum(kind.__module__.startswith("memascend") for kind in _foreach_supported_types),
         hasattr(nn.Module, "__deepcopy__"),
         sorted(vars(nn.Parameter)),
     )
 
 
-@pytest.mark.filterwarnings("ignore:the trained weights were in a temporary store")
+@pytest.mark.filterwarnings("ignore:the trained weights are lost")
 def test_they_leave_with_the_last_run():
     before = hooks()
     one, first = offloaded(None)
@@ -75,10 +75,10 @@ def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_
             other.zero_grad()
 
 
-NEW = r"new trainable .* offload\(\) anew"
+NEW = r"new trainable .* offload\(\) again"
 
 
-# Adds a module to the model itself, or to a module that was added after offload().
+# Functions that add a module: to the model itself, or to a module that was added after offload().
 @pytest.mark.parametrize(
     "adds", [lambda model, new: setattr(model, "new", new), lambda model, new: model.later.append(new)]
 )
@@ -96,7 +96,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
         assert optimizer.steps == 0
         now = model.state_dict()
         assert same_states({name: now[name] for name in before}, before)
-        # With all new parameters frozen, the model trains; peft freezes a second adapter in this way.
+        # If all new parameters are frozen, the model must train. peft freezes a second adapter in this way.
         for parameter in model.parameters():
             parameter.requires_grad_("_memascend" in parameter.__dict__)
         optimizer.zero_grad()
@@ -105,7 +105,10 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
 
 
 def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
-    """Preference training switches on a second adapter for a forward under no_grad()."""
+    """Preference training makes a second adapter trainable for a forward under no_grad().
+
+    This forward must not raise.
+    """
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.other = nn.Linear(WIDTH, WIDTH)
@@ -123,7 +126,7 @@ def test_what_is_frozen_tied_or_outside_of_the_model_may_be_added(tmp_path):
         optimizer.save(tmp_path / "whole")
         model.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         model.later = nn.BatchNorm1d(WIDTH, affine=False)
-        words = r"frozen\.weight, frozen\.bias, later\.running_mean.*came to the model after"
+        words = r"frozen\.weight, frozen\.bias, later\.running_mean.*were added to the model after"
         with pytest.warns(UserWarning, match=words):
             optimizer.save(tmp_path / "parts")
         model.again = model[0]

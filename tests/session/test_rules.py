@@ -1,4 +1,4 @@
-"""Tests residency of units: saved tensors, module hooks, units in use, and 16-bit copies that autocast keeps."""
+"""Tests units in memory: saved tensors, module hooks, units that threads use, and 16-bit copies that autocast keeps."""
 
 import threading
 
@@ -21,7 +21,7 @@ def blocks():
 
 
 def offloaded(tmp_path, model=None, **options):
-    """Offloads a model of blocks, each a unit; the window is smaller than the number of blocks."""
+    """Offloads a model of blocks. Each block is a unit, and only some of the units may be in memory at once."""
     units = [str(index) for index in range(DEPTH)]
     return chains.offloaded(tmp_path / "run.store", model or blocks(), torch.optim.SGD, 0.1, units=units, **options)
 
@@ -58,14 +58,15 @@ def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
 
 
 def test_hooks_from_before_offload_see_real_parameters(tmp_path):
-    """A user's pre-hook, such as that of a parametrization, can read the weights before the module computes."""
+    """A forward pre-hook of the user can read the weights before the module computes."""
     model = blocks()
     seen = []
 
     def looks(*_):
         seen.append(float(model[2][0].weight.data.sum()))
 
-    # One hook on the unit's outer module, which runs first, and one on the module that owns the weight.
+    # Registers a hook on the outer module of the unit, and a hook on the inner module, which owns the weight. The hook
+    # of the outer module runs first.
     model[2].register_forward_pre_hook(looks)
     model[2][0].register_forward_pre_hook(looks)
     expected = float(model[2][0].weight.detach().sum())
@@ -76,7 +77,10 @@ def test_hooks_from_before_offload_see_real_parameters(tmp_path):
 
 
 def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
-    """Some checkpointing calls `block.forward` in the backward, which skips the block's module hooks."""
+    """Some checkpoint functions call `block.forward` in the backward.
+
+    Such a call does not run the hooks of the block.
+    """
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
     kinds = []
     model[1][0].register_forward_pre_hook(lambda module, *_: kinds.append(type(module.weight)))
@@ -91,7 +95,7 @@ def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
 
 def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, monkeypatch):
     model = chain(bias=True)
-    model[1].weight = model[0].weight  # so that layer 1 needs both units
+    model[1].weight = model[0].weight  # layer 1 then needs the units of both layers
     model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])
     residency = optimizer._session.run.residency
     materialize, done = residency.materialize, []
@@ -139,7 +143,10 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
 
 
 def turns():
-    """Returns a model whose two layers share parameters, and so one unit; two threads use the layers at once."""
+    """Returns a model whose two layers share all parameters, and therefore belong to one unit.
+
+    Two threads use the layers at once.
+    """
     model = chain(bias=True)
     model[1].weight, model[1].bias = model[0].weight, model[0].bias
     return model
@@ -152,7 +159,7 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
 
     def second():
         with torch.no_grad():
-            # A thread is registered by its first forward of the whole model.
+            # The first forward of the whole model in a thread registers this thread.
             model(x())
             known.set()
             found.append(model[1](x()))
@@ -201,7 +208,7 @@ def test_copies_of_autocast_are_said_at_the_first_forward_that_sees_them(tmp_pat
         optimizer.zero_grad()
         # A second warning would fail the test.
         autocast(model, torch.float32)
-    # A model with only some small layers in fp32 gets no warning.
+    # If only some small layers of a model are in fp32, autocast must not cause a warning.
     model = nn.Sequential(nn.Linear(32, 32).bfloat16(), nn.LayerNorm(32), nn.Linear(32, 2))
     model, optimizer = chains.offloaded(tmp_path / "small.store", model)
     with optimizer:

@@ -1,4 +1,4 @@
-"""Tests `optimizer.schedule()`: schedulers that step() advances and commits, and that a resume restores or rejects."""
+"""Tests `optimizer.schedule()`: step() advances and commits the schedulers, and a resume restores or rejects them."""
 
 import functools
 from unittest import mock
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 class Warmup:
-    """A callable object with attributes, which LambdaLR puts into its state dict."""
+    """A callable object with attributes. LambdaLR stores these attributes in its state dict."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -61,7 +61,7 @@ def made(rate=1e-3):
 
 
 def turn(model, optimizer, step):
-    """Takes one step; returns the learning rate and betas of each group in that step."""
+    """Trains one step. Returns the learning rate and the betas that each group had in this step."""
     had = [(float(group["lr"]), group["betas"]) for group in optimizer.param_groups]
     chains.step(model, optimizer, step)
     return had
@@ -81,7 +81,7 @@ def scheduled(path, kind="cosine", *, before=False, existing="resume", rate=1e-3
 
 
 def lived(path, kind="cosine", until=1, **options):
-    """Starts or resumes a run and trains to step `until`; returns the result of `turn` for each step."""
+    """Starts or resumes a run and trains to step `until`. Returns a list with the result of `turn` for each step."""
     model, optimizer, _ = scheduled(path, kind, **options)
     with optimizer:
         return [turn(model, optimizer, step) for step in range(optimizer.steps, until)]
@@ -110,12 +110,12 @@ WAYS = {
 }
 
 
-# OneCycleLR's constructor sets betas. offload() warns that the stored betas differ: it does not know yet that a
-# scheduler set them.
-@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+# The constructor of OneCycleLR sets betas. At a resume, offload() warns that the stored betas differ from the betas of
+# the optimizer, because offload() does not know yet that a scheduler set the stored betas.
+@pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
 def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
-    """The three runs create the scheduler before offload() and after it, in turn."""
+    """The three runs alternate between creating the scheduler before offload() and creating it after offload()."""
     kind = list(SCHEDULERS)[number]
     way = WAYS[list(WAYS)[number % len(WAYS)]]
     memory, rates, last = in_memory(kind)
@@ -168,11 +168,12 @@ def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, kind):
         assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
     model, optimizer = opened(tmp_path / "s")
     with optimizer:
-        warns = pytest.warns(UserWarning, match=r"scheduled by .* no optimizer.schedule")
+        warns = pytest.warns(UserWarning, match=r"run used .* did not call optimizer.schedule")
         with fails, warns, pytest.raises(memascend.StorageError):
             turn(model, optimizer, 2)
         optimizer.zero_grad()
-        # This run has committed no step, so the scheduler resumes where the last run's scheduler stopped.
+        # This run has committed no step yet, so the new scheduler resumes where the scheduler of the previous run
+        # stopped.
         scheduler = SCHEDULERS[kind](optimizer)
         optimizer.schedule(scheduler)
         assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
@@ -199,10 +200,12 @@ def test_a_scheduler_that_the_loop_advances_too_is_refused(tmp_path, gradients, 
     with optimizer:
         turn(model, optimizer, 0)
         scheduler.step()
-        with pytest.raises(UsageError, match=r"was changed since the last step .*delete the line scheduler.step\(\)"):
+        with pytest.raises(
+            UsageError, match=r"was changed since the last step .*delete your calls of scheduler.step\(\)"
+        ):
             turn(model, optimizer, 1)
         assert optimizer.steps == 1
-    # close() does not commit the rate that the loop's scheduler.step() set.
+    # close() must not commit the learning rate that the loop set by calling scheduler.step().
     assert stored(tmp_path / "s")["groups"][0]["lr"] == in_memory(kind, 1)[2][0]
 
 
@@ -217,13 +220,13 @@ REFUSED = {
         lambda o: [torchs.ReduceLROnPlateau(o)],
         r"ReduceLROnPlateau needs an argument \(a metric.*docs/resume\.md",
     ),
-    "no scheduler": (lambda o: [o], "argument 0 is OffloadedOptimizer"),
+    "no scheduler": (lambda o: [o], "argument 0 is of type OffloadedOptimizer"),
     "another optimizer": (lambda _: [torchs.StepLR(made()[1], 2)], "StepLR sets the options of another optimizer"),
     "twice": (lambda o: [torchs.StepLR(o, 2)] * 2, "twice"),
     "functions": (lambda o: [OfFunctions(o, lambda _: 1.0)], r"'rule\.of' in the state of OfFunctions is <built-in f"),
     "size": (
         lambda o: [torchs.MultiStepLR(o, range(10_000))],
-        r"the state of MultiStepLR has \d+ bytes as JSON, and a commit holds at most 32768",
+        r"the state of MultiStepLR has \d+ bytes as JSON, but may have at most 32768",
     ),
 }
 
@@ -240,8 +243,12 @@ def test_what_cannot_be_advanced_or_stored_is_refused(tmp_path, given):
 
 
 OTHERS = {
-    "class": ("cosine", lambda o: torchs.StepLR(o, 5), r"scheduled by CosineAnnealingLR, not StepLR"),
-    "T_max": ("cosine", lambda o: torchs.CosineAnnealingLR(o, 9), r"other arguments than in the run: T_max 5 -> 9\."),
+    "class": ("cosine", lambda o: torchs.StepLR(o, 5), r"used CosineAnnealingLR, not StepLR"),
+    "T_max": (
+        "cosine",
+        lambda o: torchs.CosineAnnealingLR(o, 9),
+        r"different arguments than in the stored run: T_max 5 -> 9\.",
+    ),
     "milestones": (
         "milestones",
         lambda o: torchs.MultiStepLR(o, [2, 4], 0.5),
@@ -284,7 +291,7 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         with pytest.raises(ConfigError, match=words):
             optimizer.schedule(given)
         assert given.get_last_lr() == before == [group["lr"] for group in optimizer.param_groups]
-        # The message names `restore=False`. The start after this one does not need the option.
+        # The error advises `restore=False`, so the test passes this option. The next resume does not need the option.
         optimizer.schedule(given, restore=False)
         turn(model, optimizer, 1)
     _, optimizer = opened(tmp_path / "s")
@@ -293,7 +300,7 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
         assert optimizer.steps == 2
 
 
-@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["chained", "swa", "one cycle", "cyclic"])
 def test_another_rate_of_the_optimizer_is_refused_unless_a_scheduler_sets_its_own(tmp_path, kind, before):
@@ -311,7 +318,7 @@ def test_another_rate_of_the_optimizer_is_refused_unless_a_scheduler_sets_its_ow
                 optimizer.schedule(scheduler)
 
 
-@pytest.mark.filterwarnings("ignore:the stored options stand:UserWarning")
+@pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
     rates = []
     for until in (1, 2, 4):
@@ -324,7 +331,7 @@ def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
 
 
 def rewritten(path, change):
-    """Changes the schedule in the store's last commit by `change`."""
+    """Applies the function `change` to the schedule in the store's last commit."""
     with memascend.engine.Store.open(path) as store:
         hyperparameters = store.hyperparameters
         change(hyperparameters["schedule"])
@@ -332,7 +339,7 @@ def rewritten(path, change):
 
 
 def as_earlier(schedule):
-    """Converts a stored schedule to an earlier format: no fresh state, only names of the entries that steps changed."""
+    """Converts a stored schedule to an earlier format. That format had the list `moved`, and no dictionary `fresh`."""
     del schedule["rates"]
     for one in schedule["schedulers"]:
         one["moved"] = [*one.pop("fresh")]
@@ -355,7 +362,8 @@ def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
         if way == "saved":
             optimizer.save(tmp_path / "saved")
         else:
-            # OneCycleLR's constructor sets the rates of the groups.
+            # The constructor of OneCycleLR sets the learning rates of the groups. close() must not commit these
+            # learning rates.
             with pytest.raises(ConfigError, match="base_lrs"):
                 optimizer.schedule(OTHERS["maximum"][1](optimizer))
     assert stored(tmp_path / "s") == before
@@ -437,9 +445,9 @@ def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, o
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", existing="resume")
     with optimizer:
         scheduler = SCHEDULERS["cosine"](original if of == "original" else optimizer)
-        with pytest.warns(UserWarning, match=r"not given to optimizer\.schedule\(\).*docs/resume\.md") as warned:
+        with pytest.warns(UserWarning, match=r"not passed to optimizer\.schedule\(\).*docs/resume\.md") as warned:
             turn(model, optimizer, 1)
-        assert [warning.filename for warning in warned] == [chains.__file__], "the warning names another line"
+        assert [warning.filename for warning in warned] == [chains.__file__], "the warning must name the line of step()"
         turn(model, optimizer, 2)
 
 
@@ -447,7 +455,7 @@ def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
     model, optimizer = opened(tmp_path / "s")
     with optimizer:
         turn(model, optimizer, 0)
-    with pytest.warns(UserWarning, match=r"has 1 step and no scheduler: CosineAnnealingLR begins where"):
+    with pytest.warns(UserWarning, match=r"has 1 step but no stored scheduler, so CosineAnnealingLR keeps"):
         lived(tmp_path / "s", until=2)
     _, optimizer, scheduler = scheduled(tmp_path / "s")
     with optimizer:
@@ -482,7 +490,7 @@ def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):
     _, optimizer = opened(tmp_path / "s")
     with optimizer:
         optimizer.schedule(torchs.StepLR(optimizer, 2))
-        with pytest.warns(UserWarning, match=r"StepLR was given to schedule\(\) before.*in one call"):
+        with pytest.warns(UserWarning, match=r"StepLR was passed to an earlier schedule\(\).*in one call"):
             optimizer.schedule(torchs.ExponentialLR(optimizer, 0.9))
 
 
@@ -497,4 +505,4 @@ def test_functions_that_a_resume_cannot_compare_are_logged(tmp_path, caplog):
     caplog.set_level("INFO", "memascend")
     _, optimizer, _ = scheduled(tmp_path / "s", "object")
     with optimizer:
-        assert "cannot compare functions of LambdaLR: lr_lambdas.1 may" in caplog.text
+        assert "functions of LambdaLR are the same: keep lr_lambdas.1 unchanged" in caplog.text

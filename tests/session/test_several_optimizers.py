@@ -1,7 +1,7 @@
 """Tests several optimizers of one model against the same optimizers in memory, bit for bit.
 
-The state machine tests torch's classes; this file tests classes that update several parameters together, or that take
-zeros for a missing gradient.
+tests/parity/machine.py tests optimizers of torch. This file tests optimizers that update several parameters together,
+and optimizers that use zeros in place of a missing gradient.
 """
 
 import copy
@@ -24,7 +24,7 @@ def made(dtype=torch.float32):
 
 
 def parts(parameters):
-    """Returns the parameters that are matrices, and the rest."""
+    """Returns two lists: the matrices among `parameters`, and the remaining parameters."""
     parameters = list(parameters)
     return [one for one in parameters if one.dim() == 2], [one for one in parameters if one.dim() != 2]
 
@@ -60,7 +60,10 @@ def in_batches(parameters, **_):
 
 
 def turn(model, members, index, missing=()):
-    """Takes a step of all `members`; the parameters `missing` have no gradient in it."""
+    """Runs a backward and the steps of all `members`.
+
+    The parameters named in `missing` have no gradient in this step.
+    """
     loss_of(model, index).backward()
     for name in missing:
         model.get_parameter(name).grad = None
@@ -70,7 +73,7 @@ def turn(model, members, index, missing=()):
 
 
 def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
-    """Trains in memory and offloaded, with a resume before the third step; requires the same bits."""
+    """Trains in memory and offloaded, and requires equal bits. The offloaded run is resumed before the third step."""
     plain = made(dtype)
     theirs = optimizers(plain.parameters())
     if dtype != torch.float32:
@@ -93,7 +96,8 @@ def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
 
 
 BF16, NONE = {"dtype": torch.bfloat16}, {"durability": "none", "host_memory": "64MiB"}
-# Parameters without a gradient in some steps; the optimizers in these cases take zeros for a missing gradient.
+# The names of two parameters that have no gradient in some steps. All optimizers that are tested with `MISSING` use
+# zeros in place of a missing gradient.
 MISSING = {"missing": ("1.weight", "1.bias")}
 
 
@@ -142,12 +146,12 @@ def test_the_returned_optimizer_has_all_groups_and_the_originals_none_of_the_ste
         assert optimizer.step(closure) > 0
         assert heard == ["member", "all"]
         for member in members:
-            with pytest.raises(UsageError, match="step the returned one"):
+            with pytest.raises(UsageError, match=r"call step\(\) of the returned optimizer"):
                 member.step()
             with pytest.raises(UsageError, match=r"of the optimizer that offload\(\) returned"):
                 member.state_dict()
         members[0].param_groups[0]["params"].pop()
-        with pytest.raises(UsageError, match="other parameters"):
+        with pytest.raises(UsageError, match="or their parameters, were changed"):
             optimizer.step()
 
 
@@ -170,7 +174,7 @@ UNJOINED = {
     "of none": (
         lambda given: muon_and_adamw(given)[:1], r"does not own 4 trainable.*offload\(model, \[one, other\]",
     ),
-    "coupled": (lambda given: in_stacks(given, CoupledStack), "CoupledStack.*depends on the others"),
+    "coupled": (lambda given: in_stacks(given, CoupledStack), "CoupledStack.*depends on other parameters"),
     "random": (lambda given: [LowRank(parts(given)[0]), torch.optim.AdamW(parts(given)[1])], "LowRank.*draws random"),
 }  # fmt: skip
 
@@ -185,7 +189,7 @@ def test_state_of_a_stack_that_is_there_already_is_refused(tmp_path):
     model = made()
     members = in_stacks(model.parameters())
     turn(model, members, 0)
-    with pytest.raises(ConfigError, match="start without its state"):
+    with pytest.raises(ConfigError, match="start without this state"):
         offloaded(tmp_path / "store", model, lambda *_, **__: members)
     assert members[0].state
 
@@ -231,7 +235,7 @@ def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
 
     with caplog.at_level(logging.WARNING, "memascend"):
         model, optimizer = offloaded(tmp_path / "store", made(torch.bfloat16), optimizers, state="bf16")
-    assert "state='bf16' does not apply to torch.optim.Adagrad" in caplog.text
+    assert "state='bf16' has no effect on the state of torch.optim.Adagrad" in caplog.text
     assert "Muon" not in caplog.text
     with optimizer:
         step(model, optimizer)

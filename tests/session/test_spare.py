@@ -1,4 +1,4 @@
-"""Tests the budget of `host_memory="auto"`: on a machine, beside other runs and ranks, and at a resume."""
+"""Tests the budget that `host_memory="auto"` chooses: for one run, for several runs and ranks, and at a resume."""
 
 import contextlib
 import logging
@@ -21,7 +21,8 @@ from memascend.plan.spare import HostMemory, Spare, faster
 from memascend.session.spare import Turn, agreed
 
 GIB = 1 << 30
-# Makes `spare` compute budgets in whole MiB, without a minimum of free memory, in programs that tests start.
+# Programs that the tests start begin with this code. The code makes `spare` compute budgets in whole MiB, and removes
+# the minimum of memory that must stay free.
 SMALL = """
 from memascend.plan import spare
 spare._GIB, spare._MARGIN_MIN, spare.IMPORTS = 1 << 20, 0, 200 << 20
@@ -35,15 +36,18 @@ def machine(total, available=None):
 @pytest.mark.parametrize(
     ("of", "options", "on_host", "budget"),
     [
-        # An eighth of the memory stays free; with a GPU, a fifth stays unregistered.
+        # These runs use a GPU. An eighth of the memory must stay free, and only four fifths of the memory may be
+        # registered with CUDA.
         (machine(64), {}, False, 51),
         (machine(128), {"taken": 10 * GIB}, False, 92),
         (machine(64, 30), {}, False, 28),
         (machine(64), {"processes": 2}, False, 25),
-        # torch computes in host memory: the budget is half of the remaining memory, or all that `torch_bytes` leaves.
+        # These runs use the CPU, where torch also needs host memory. Without `torch_bytes`, the budget is half of the
+        # memory that the run may use. With `torch_bytes`, the budget is the memory that the run may use, minus
+        # `torch_bytes`.
         (machine(64), {}, True, 27),
         (machine(64), {"torch_bytes": 20 * GIB}, True, 35),
-        # At least 2 GiB stay free.
+        # On small machines, at least 2 GiB must stay free.
         (machine(8), {"torch_bytes": 0}, True, 5),
         (machine(2), {"torch_bytes": 0}, True, 0),
         (machine(64), {"agreed": 7}, False, 7),
@@ -64,7 +68,11 @@ def test_a_cgroup_is_a_smaller_machine(monkeypatch):
 
 @pytest.fixture
 def whole_mib(monkeypatch):
-    """Makes budgets whole MiB; returns a function that sets the MiB that are free beside imports, at first 100."""
+    """Makes `spare` compute budgets in whole MiB.
+
+    Returns a function that sets the number of MiB that are free in addition to the memory for imports. The number is
+    100 at first.
+    """
     monkeypatch.setattr(spare, "_GIB", 1 << 20)
     monkeypatch.setattr(spare, "_MARGIN_MIN", 0)
 
@@ -109,16 +117,18 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
     whole_mib(60)
     first = trained_once(path, host_memory="auto")
     assert first == 30 << 20
-    # A resume keeps the store's budget as long as that much memory is free, even if more or less is free than before.
+    # A resume keeps the budget of the store if enough memory is free for this budget, even if more or less memory is
+    # free than in the first run.
     for free, kept in ((100, True), (32, True), (28, False)):
         whole_mib(free)
         caplog.clear()
         assert (trained_once(path, host_memory="auto") == first) == kept
         assert ("as this run had before" in caplog.text) == kept
     whole_mib(100)
-    # A smaller budget that a resume was forced to take does not replace the store's budget.
+    # If a resume had to use a smaller budget, the smaller budget must not replace the budget of the store.
     assert trained_once(path, host_memory="auto") == first
-    # A budget that the user gives becomes the store's budget. A run with the default budget removes it from the store.
+    # A budget from the user becomes the budget of the store. A run with the default budget removes the budget from the
+    # store.
     given = trained_once(path, host_memory="31MiB")
     assert trained_once(path) < given
     assert trained_once(path, host_memory="auto") != given
@@ -128,7 +138,7 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path, chain(16, width=512), host_memory="auto")
     budget = optimizer.plan.budget
-    # The run's memory is not free until a second offload() of its store closes the run.
+    # The second offload() of the store closes the first run. Only then is the memory of the first run free.
     whole_mib(10)
     with pytest.warns(UserWarning, match="had this store open"):
         again = offloaded(path, chain(16, width=512), existing="resume", host_memory="auto")[1]
@@ -138,12 +148,12 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
 
 
 def test_runs_look_one_after_the_other():
-    """Each `Turn.wait` waits until the other run has allocated its memory, but only as long as its timeout."""
+    """`Turn.wait` waits until the run whose turn it is calls `Turn.end`, or until the timeout has passed."""
     first, second, third = Turn(), Turn(), Turn()
     first.wait(1)
     waiting = threading.Thread(target=second.wait, args=(60,))
     waiting.start()
-    # The third run continues after its timeout, although the first one still has the turn.
+    # The third run continues after its timeout, although the turn of the first run has not ended.
     third.wait(0.2)
     third.end()
     assert waiting.is_alive()
@@ -154,7 +164,7 @@ def test_runs_look_one_after_the_other():
 
 
 def test_ranks_take_what_all_of_them_have(monkeypatch):
-    """Two ranks are on this host, and one is on another host with less memory."""
+    """Two ranks are on this host. A third rank is on another host with less memory."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     said = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
 
@@ -167,11 +177,13 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
     turn.end()
     assert options.spare == Spare(processes=2, agreed=7 << 20)
-    # Ranks first exchange whether a budget was given.
+    # The ranks first tell each other whether the user has set a budget.
     given = Options(host_memory="8MiB")
     exchange.all_values = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given
-    with pytest.raises(memascend.ConfigError, match=r"some ranks have host_memory=.auto. and others a budget"):
+    with pytest.raises(
+        memascend.ConfigError, match=r"some ranks have host_memory=.auto., and other ranks have a budget"
+    ):
         agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
 
 
@@ -179,7 +191,7 @@ def test_what_a_larger_budget_brings_is_said_once(tmp_path, caplog, monkeypatch)
     caplog.set_level(logging.INFO, "memascend")
     monkeypatch.setattr("memascend.session.report.faster", lambda *_: (40 * GIB, 74.0))
     monkeypatch.setattr("memascend.session.report.Report.waited", 0.5)
-    words = 'host_memory="40GiB", which is free here, would make a step about 74 s instead of '
+    words = 'pass host_memory="40GiB", which is free here: a step would take about 74 s instead of '
     for options, count in (({}, 1), ({"host_memory": "64MiB"}, 0), ({"host_memory": "auto"}, 0)):
         caplog.clear()
         model, optimizer = offloaded(tmp_path / f"{count}{len(options)}.store", existing="replace", **options)
@@ -196,7 +208,7 @@ def test_a_larger_budget_saves_what_the_drive_takes():
     plan = SimpleNamespace(larger=moves, moved_bytes=100)
     assert faster(plan, 9, 10.0, 8.0) is None
     assert faster(plan, 25, 10.0, 8.0) == (20, 3.0)
-    # With this budget, compute bounds the step.
+    # With this budget, the computation takes longer than the drive, so the computation determines the length of a step.
     assert faster(plan, 40, 10.0, 6.0) == (40, 4.0)
     assert faster(plan, 40, 10.0, 0.5) is None
 
@@ -231,7 +243,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
-    """A single run would take all memory of the cgroup; if both runs did so, the kernel would kill one of them."""
+    """A single run would take all memory of the cgroup. If both runs did so, the kernel would kill one of the runs."""
     first = cgroup / "memory.limit_in_bytes"
     limit = 2000 << 20
     (first if first.exists() else cgroup / "memory.max").write_text(str(limit))
@@ -251,7 +263,7 @@ def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
                 line = run.stdout.readline()
                 assert line.startswith(words), (words, line, [one.poll() for one in runs])
                 budgets += [int(line.split()[1])] if words == "budget" else []
-            # Lets both runs continue at the same time.
+            # Tells each run to continue, so that the two runs continue at the same time.
             for run in runs if words != "done" else ():
                 print(file=run.stdin, flush=True)
         assert [run.wait(60) for run in runs] == [0, 0]
@@ -279,10 +291,11 @@ torch.distributed.destroy_process_group()
 """
     )
     output = life(command(program), cwd=tmp_path)
-    # The ranks share 700 MiB, of which imports take 200 each and torch half of the rest: 75 MiB are left for each.
+    # Two ranks share 700 MiB. The imports of each rank take 200 MiB, so 300 MiB remain. torch takes half of these 300
+    # MiB, so the budget of each rank is 75 MiB.
     assert re.findall(r"budget (\d+)", output) == ["75", "75"], output
 
 
 def test_none_that_is_given_is_named(tmp_path):
-    with pytest.raises(memascend.ConfigError, match="host_memory is a number of bytes, or text"):
+    with pytest.raises(memascend.ConfigError, match="host_memory must be a number of bytes, or text"):
         offloaded(tmp_path / "run.store", host_memory="all")

@@ -51,7 +51,7 @@ def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_p
         with pytest.raises(UsageError, match="a step is staged"):
             edited(optimizer, weight, lambda values: (values.zero_(), loss_of(model).backward()))
         optimizer.zero_grad()
-        with pytest.raises(UsageError, match="tensors were replaced"):
+        with pytest.raises(UsageError, match="were replaced by other tensors"):
             edited(optimizer, [weight], lambda values: values.__setitem__(0, torch.zeros(32, 32)))
         for other in (torch.zeros(2), model[0], None):
             with pytest.raises(ConfigError, match=r"parameters of the offloaded model"):
@@ -80,9 +80,10 @@ def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
-        # An edit that wrote nothing has no changes to commit over the step.
+        # Both edits run a step inside of the edit. The first edit changes no value, so the edit commits nothing after
+        # the step. The second edit changes values and must raise, because a commit of the edit would undo the step.
         edited(optimizer, model[0].weight, lambda _: step(model, optimizer))
-        with pytest.raises(UsageError, match=r"0\.weight.* within edit\(\)"):
+        with pytest.raises(UsageError, match=r"0\.weight.* inside this edit\(\)"):
             edited(optimizer, model[0].weight, lambda values: (values.zero_(), step(model, optimizer)))
         assert optimizer.steps == 3
         step(model, optimizer)
@@ -113,7 +114,7 @@ def test_a_frozen_weight_that_was_edited_thaws_with_the_edited_values(tmp_path, 
 
 
 def stack():
-    """Returns equal layers, a batch norm with buffers, and a buffer that is a strided part of a larger tensor."""
+    """Returns a model of linear layers and a batch norm. The buffer `table` is a strided part of a larger tensor."""
     model = nn.Sequential(*chain(bias=True), nn.BatchNorm1d(32))
     model.register_buffer("table", torch.zeros(2, 4)[:, :2])
     return model
@@ -134,8 +135,8 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
     with pytest.raises(RuntimeError, match="Error"):
         model.load_state_dict(loaded)
     assert same_states(values(model), before)
-    # A later load that fits commits no values of the failed load. Of a strided buffer it commits only the buffer's own
-    # elements, not the elements between them.
+    # The next load fits. This load must commit no values of the failed load. The strided buffer `table` has unused
+    # elements between its rows, which the load must not commit.
     before |= {"1.bias": before["1.bias"] + 2, "table": torch.tensor([[0.0, 0.0], [0.0, 5.0]])}
     model.load_state_dict({name: before[name] for name in ("1.bias", "table")}, strict=False)
     optimizer.close()

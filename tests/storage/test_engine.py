@@ -109,9 +109,9 @@ def test_first_values_that_do_not_fit_are_refused(tmp_path):
     odd = engine.Record(name="odd", values=torch.zeros(700, 600), state={"row": torch.zeros(600)})
     store = engine.Store.create(tmp_path / "store", [bare, odd], chunk_elements=CHUNK)
     with store, engine.Engine(store) as filling:
-        with pytest.raises(ConfigError, match="no state called 'momentum'"):
+        with pytest.raises(ConfigError, match="no state tensor called 'momentum'"):
             filling.fill("bare", bare.values, {"momentum": torch.zeros(1)})
-        with pytest.raises(ConfigError, match="float32 of \\[600\\]"):
+        with pytest.raises(ConfigError, match="float32 of shape \\[600\\]"):
             filling.fill("odd", odd.values, {"row": torch.zeros(700)})
         filling.close()
         with pytest.raises(UsageError, match="closed"):
@@ -143,7 +143,7 @@ def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
 
 
 def gradient(shape, dtype):
-    # The range is so wide that it has denormals, and that sums overflow float16.
+    # The range of the values is so wide that it includes denormals, and that sums of the values overflow float16.
     return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
 
 
@@ -208,7 +208,7 @@ def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
             with pytest.raises(UsageError, match="only be discarded"):
                 updates.commit(1)
             updates.discard()
-        # The failed sum is dropped; the gradient of `other` is not.
+        # The failed sum dropped the gradient of `name`. The gradient of `other` still exists.
         with pytest.raises(UsageError, match="no gradient of"):
             updates.spilled(name)
         assert updates.spilled(other) == (False, 2049 << 298)
@@ -320,16 +320,18 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     one_off = {"master": torch.cat([values[:-1].bfloat16().float(), values[-1:].bfloat16().float() + 1])}
     negative, other = {"master": values, "exp_avg_sq": -values.abs()}, {"momentum": values}
     turned = {"master": values.view(-1, 1)}
-    why = f'element {NUMEL - 1} of "it" is not its master rounded'
+    why = f'element {NUMEL - 1} of "it" is not its master weight rounded'
     for form in ("compact", "compact bf16", "compact 8bit"):
         for given, words in (
-            *((one_off, why), (negative, "negative"), (other, "no state called 'momentum'")),
+            *((one_off, why), (negative, "negative"), (other, "no state tensor called 'momentum'")),
             (turned, f"is float32 of shape [{NUMEL}, 1]"),
         ):
             _refused(partial(encoded, values.bfloat16(), given, form), words)
-        _refused(partial(engine.decode_state, values.bfloat16(), other, form), "is not in the format")
+        _refused(partial(engine.decode_state, values.bfloat16(), other, form), "are not in the format")
         _refused(partial(encoded, values.half(), {}, form), "no state in the format")
-    _refused(lambda: engine.decode_state(values[::2], encoded(values[::2].clone(), {}, "bf16"), "bf16"), "with gaps")
+    _refused(
+        lambda: engine.decode_state(values[::2], encoded(values[::2].clone(), {}, "bf16"), "bf16"), "must not have gaps"
+    )
     state = encoded(values, {}, "bf16")
     _refused(lambda: engine.decode_state(values, state, "8bit"), "8bit")
     wrong = engine.Record(name="weight", values=values, state=state, format="8bit")

@@ -1,4 +1,4 @@
-"""Tests functions applied to streamed state: against torch in memory, whole and in chunks, failing."""
+"""Tests functions that the engine applies to streamed state, whole or in chunks: bits of torch in memory, failures."""
 
 import ctypes
 import gc
@@ -36,7 +36,10 @@ def made(path, *, spill=None, **options):
 
 
 def arithmetic(values, gradient, state, *, first, last):
-    """Updates a chunk in place: elementwise, but the first and last call also change "step" and "rows"."""
+    """Updates a chunk in place.
+
+    The update is elementwise, but the first call also changes "step", and the last call also changes "rows".
+    """
     if first:
         state["step"] += 1
     state["moment"].mul_(0.9).add_(gradient.float())
@@ -77,8 +80,9 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             stored, state = store.read(name)
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
-        # The staging memory has the ring's chunks, two sets of the state tensors whose shape differs from the
-        # parameter's, and the memory for whole parameters. It does not grow with the number of records.
+        # The staging memory has the chunks of the ring, and the memory for whole parameters. It also has two sets of
+        # the state tensors whose shape differs from the shape of their parameter. It does not grow with the number of
+        # records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (
@@ -191,8 +195,8 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
     seen = []
     (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
     with store, engine.Engine(store, chunks=2, queue=100_000, whole=1 << 16) as applying:
-        # OpenMP keeps the number of threads separately for each calling thread. If the engine's thread did not take the
-        # caller's number, it would have the number of processors at first, and later its own last number.
+        # OpenMP stores a number of threads for each calling thread. The engine's thread must take the caller's number.
+        # Otherwise it would use the number of processors at first, and later the number that it used last.
         for step, threads in enumerate((1, 3, 1), 1):
             torch.set_num_threads(threads)
             applying.apply(

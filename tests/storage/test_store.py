@@ -1,4 +1,4 @@
-"""Tests stores apart from updates: sizes, dtypes, orders of dimensions, fetched units and parts, copies of labels."""
+"""Tests stores without updates: sizes, dtypes, orders of dimensions, fetched units and parts, copies of labels."""
 
 import gc
 import json
@@ -116,7 +116,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
         ("one", pages(nbytes + 4096), "bytes, not"),
         ("one", pages(nbytes).view(torch.int8), "uint8"),
         ("one", pages(2 * nbytes)[::2], "contiguous"),
-        ("one", pages(nbytes + 1)[1:], "page"),
+        ("one", pages(nbytes + 1)[1:], "multiple of 4096 bytes"),
     ]:
         with pytest.raises(ConfigError, match=match):
             updates.fetch(unit, into)
@@ -128,7 +128,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
         assert raised.value.path == str(path)
     del fetch
     gc.collect()
-    # close() waits for a fetch that is in flight.
+    # close() waits for a fetch that is in flight, so this fetch succeeds.
     late = updates.fetch("two", pages(sizes.unit_bytes["two"]))
     store.close()
     late.wait()
@@ -146,7 +146,7 @@ def test_parts_are_the_unit(tmp_path, bytes_max):
             parts.begin(index, chunk := pages(nbytes)).wait()
             into[start : start + nbytes] = chunk
         assert torch.equal(into, whole)
-        with pytest.raises(ConfigError, match='an extent of unit "first" has 8192 bytes, and parts have 4096'):
+        with pytest.raises(ConfigError, match='an extent of unit "first" has 8192 bytes, but parts hold 4096'):
             updates.parts("first", 4096)
         with pytest.raises(ConfigError, match="no unit 'third'"):
             updates.parts("third", 1 << 20)

@@ -13,7 +13,7 @@ def as_bytes(tensor):
 
 
 def same_bits(one, other, *, any_nan=False):
-    """True if dtype, shape and bits are equal; with `any_nan`, a NaN equals a NaN of any payload."""
+    """True if dtype, shape and bits are equal. With `any_nan`, two NaNs count as equal even if their bits differ."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if any_nan and one.is_floating_point():
@@ -25,12 +25,15 @@ def same_bits(one, other, *, any_nan=False):
 
 
 def same_states(one, other):
-    """True if two dicts of tensors have the same names and bits."""
+    """True if two dicts of tensors have the same names, and the tensors of each name are equal bit for bit."""
     return one.keys() == other.keys() and all(same_bits(one[name], other[name]) for name in one)
 
 
 def files(folder):
-    """Returns the bytes of each file of a checkpoint except the manifest, which differs by the store's id."""
+    """Returns the bytes of each file of a checkpoint except the manifest.
+
+    The manifest contains the store's id, so it differs between stores.
+    """
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

@@ -13,7 +13,10 @@ _POINTS = 1 << 16
 
 
 def dynamic_map(*, signed: bool) -> torch.Tensor:
-    """Returns the 256 code values, sorted: midpoints in seven decades, each with twice as many as the one below."""
+    """Returns the 256 code values, sorted: 0, 1, and the midpoints of equal intervals in seven decades.
+
+    Each decade has twice as many intervals as the decade below it.
+    """
     numbers = [0.0, 1.0]
     for decade in range(7):
         items = 2**decade if signed else 2 ** (decade + 1)
@@ -26,7 +29,8 @@ def dynamic_map(*, signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(numbers), dtype=torch.float32)
 
 
-# Computes at the first call, not at import: a process that forks children must not have started torch's threads.
+# The map is computed at the first call instead of at import. Computing the map starts torch's threads, and a process
+# must fork its children before it starts torch's threads.
 @functools.cache
 def _numbers(*, signed: bool) -> torch.Tensor:
     return dynamic_map(signed=signed)
@@ -48,7 +52,7 @@ def _blocks(flat: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(flat: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the code of each element, and the absolute maximum of each block."""
+    """Returns the code of each element, and the absolute maximum of each block of 256 elements."""
     blocks = _blocks(flat)
     magnitudes = blocks.abs()
     absmax = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(1)
@@ -66,7 +70,11 @@ def dequantized(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool) -> t
 
 
 def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """Returns `a * b + c` rounded once: the product is exact in float64, and the float64 sum is rounded to odd."""
+    """Returns `a * b + c`, rounded once to float32.
+
+    The product is exact in float64. The float64 sum is rounded to odd, so that rounding this sum to float32 gives the
+    correctly rounded result.
+    """
     of_b, of_c = (torch.as_tensor(x, dtype=torch.float32).double() for x in (b, c))
     product = a.double() * of_b
     total = product + of_c

@@ -1,10 +1,13 @@
-"""Defines a base class for optimizers that update one parameter at a time, as users write them."""
+"""Defines a base class for optimizers that update one parameter at a time, like many optimizers that users write."""
 
 import torch
 
 
 class ByParameter(torch.optim.Optimizer):
-    """A base class: `step` calls the subclass's `one(group, parameter, state)` for each parameter with a gradient."""
+    """A base class whose `step` calls `one(group, parameter, state)` for each parameter with a gradient.
+
+    A subclass defines `one`.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002

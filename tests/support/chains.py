@@ -1,4 +1,4 @@
-"""Builds chains of equal layers in memory and offloaded, trains them and compares them; most tests use these chains."""
+"""Builds chains of equal linear layers, in memory or offloaded; trains and compares the chains. Most tests use them."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def offloaded(storage, model=None, kind=torch.optim.AdamW, rate=1e-2, **options)
 
 
 def smallest(offload, *arguments, **options):
-    """Returns the smallest `host_memory` that works, which `offload` names in its BudgetError."""
+    """Returns the smallest `host_memory` that works. The BudgetError of `offload` contains this number."""
     with pytest.raises(memascend.BudgetError) as refused:
         offload(*arguments, **options, host_memory=1)
     return refused.value.smallest
@@ -50,7 +50,7 @@ def smallest(offload, *arguments, **options):
 def twins(
     tmp_path, gradients="ssd", make=chain, rate=0.1, kind=torch.optim.SGD, host_memory: str | None = "64MiB", **options
 ):
-    """Returns the same model twice, each with its optimizer: in RAM, then offloaded."""
+    """Returns a model in RAM and its optimizer, then an equal offloaded model and its optimizer."""
     plain = make()
     options = {"gradients": gradients, "host_memory": host_memory, **options}
     return plain, kind(plain.parameters(), lr=rate), *offloaded(tmp_path / "twin.store", make(), kind, rate, **options)
@@ -61,7 +61,7 @@ def values(model):
 
 
 def everything(model, optimizer):
-    """Returns copies of all values, and of the state of each parameter that the optimizer owns."""
+    """Returns copies of the model's values, and of the optimizer state of each parameter that the optimizer owns."""
     found = values(model)
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ def require_same(plain, model):
 
 
 def require_same_training(plain, theirs, model, optimizer, seeds=range(3), of=loss_of):
-    """Trains twins; requires equal losses and values."""
+    """Trains both models of `twins`, and requires that their losses and values are equal."""
     with optimizer:
         assert train(model, optimizer, seeds, of) == train(plain, theirs, seeds, of)
         require_same(plain, model)

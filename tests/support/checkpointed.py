@@ -1,4 +1,4 @@
-"""Provides a model of checkpointed blocks with weak references to their inputs, and a checkpoint other than torch's."""
+"""Provides a model of checkpointed blocks, and an activation checkpoint that does not use torch's implementation."""
 
 import weakref
 
@@ -12,7 +12,7 @@ WIDTH = 64
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A reentrant checkpoint like those that some libraries implement instead of calling torch's."""
+    """A reentrant activation checkpoint that does not call torch's checkpoint(), like the ones in some libraries."""
 
     @staticmethod
     def forward(ctx, function, tensor):
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A stack of checkpointed blocks; `inputs` has weak references to the storages of the blocks' last inputs."""
+    """A stack of checkpointed blocks. `inputs` has a weak reference to the storage of each block's latest input."""
 
     def __init__(self, width, blocks, *, reentrant=False):
         super().__init__()
@@ -81,7 +81,10 @@ def trained(model, optimizer, batches):
 
 
 def require_two_backwards(model, x):
-    """Requires that two backwards of one retained graph give equal gradients; both read the graph's saved tensors."""
+    """Requires that two backwards of one retained graph give equal gradients.
+
+    Each backward reads the graph's saved tensors.
+    """
     loss = mean_square(model, x)
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)

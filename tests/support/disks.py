@@ -1,4 +1,4 @@
-"""Provides devices for tests: loop devices, small file systems, a file system that fails on command."""
+"""Provides storage devices for tests: loop devices, small file systems, and a file system that fails on command."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 
 class FaultyDisk:
-    """The one file of a `faulty_fuse` file system; `set` switches its faults."""
+    """The only file of a file system that `faulty_fuse.py` serves. `set` chooses the faults of this file."""
 
     def __init__(self, folder):
         self.folder = folder / "faulty"
@@ -61,7 +61,7 @@ def backend(request):
 
 @pytest.fixture
 def loop(tmp_path):
-    """Returns a function that makes a loop device of `nbytes`; the devices are detached after the test."""
+    """Returns a function that makes a loop device of `nbytes` bytes. The devices are detached after the test."""
     if os.geteuid() != 0:
         pytest.skip("needs root: loop devices")
     made = []

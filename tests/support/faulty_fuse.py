@@ -1,7 +1,8 @@
-"""A FUSE file system with one file, `disk`, that fails on command, so that faults are real to the kernel.
+"""Serves a FUSE file system with one file, `disk`. Requests to `disk` fail on command, so the kernel sees real faults.
 
-`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves until it is killed. On SIGTERM, and when its parent ends, it
-unmounts the file system. Before it answers a read, write or fsync, it reads the faults from CONTROL, a JSON file:
+`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves the file system until the process is killed. On SIGTERM, and
+when its parent process ends, the process unmounts the file system. CONTROL is a JSON file of faults. The process reads
+CONTROL before it answers a read, write or fsync. "delay" is in seconds:
 {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
@@ -69,7 +70,7 @@ class Faulty:
             try:
                 os.write(self.device, REPLY.pack(REPLY.size + len(body), -error, unique) + body)
             except OSError as failed:
-                # The caller was interrupted and does not wait for this reply.
+                # ENOENT: the calling process was interrupted, so the kernel no longer waits for this reply.
                 if failed.errno != errno.ENOENT:
                     raise
 
@@ -80,7 +81,7 @@ class Faulty:
 
     def answer(self, opcode: int, node: int, body: bytes) -> bytes:
         if opcode == INIT:
-            flags = 1 << 5  # writes larger than a page
+            flags = 1 << 5  # allows writes larger than a page
             return struct.pack(
                 "<IIIIHHIIHHI28x", 7, 31, 65536, flags, 12, 9, WRITE_BYTES_MAX, 1, WRITE_BYTES_MAX >> 12, 0, 0
             )
@@ -94,7 +95,7 @@ class Faulty:
         return self.data(opcode, body) if fixed is None else fixed
 
     def data(self, opcode: int, body: bytes) -> bytes:
-        """Answers a read, write or fsync; fails if CONTROL sets an error for this kind of request."""
+        """Answers a read, write or fsync. Fails if CONTROL sets an error for this kind of request."""
         faults = json.loads(self.control.read_text())
         time.sleep(faults.get("delay", 0))
         if opcode == READ:

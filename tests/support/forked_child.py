@@ -1,4 +1,7 @@
-"""Calls a function in a forked child and returns its result or error as text; fails if the child hangs or dies."""
+"""Calls a function in a forked child and returns the function's result or error as text.
+
+The call fails if the child hangs or dies.
+"""
 
 import faulthandler
 import os
@@ -7,16 +10,17 @@ import signal
 import sys
 import time
 
-# The time limit for a child, in seconds, for a busy machine; on an idle machine a child takes less than a second.
+# Time limit for a child, in seconds. The limit allows for a busy machine: on an idle machine, a child takes less than a
+# second.
 ENDS_WITHIN = 120
 
 
 def in_child(function, fork=os.fork):
-    """Returns the result of `function` in a child as text, or the name and message of the error that it raises."""
+    """Calls `function` in a child. Returns its result as text, or the name and message of the error that it raises."""
     reading, writing = os.pipe()
     child = fork()
     if child == 0:
-        # SIGUSR1 prints the stacks of a child that hangs.
+        # The parent sends SIGUSR1 to a child that hangs. The child then prints the stacks of its threads.
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
         try:
             said = str(function())

@@ -1,4 +1,4 @@
-"""Marks the cases of a grid as slow, except a few that run after every change."""
+"""Marks the cases of a parametrized test as slow, except a few cases that run after every change."""
 
 import itertools
 
@@ -11,7 +11,10 @@ def usual(cases, *chosen):
 
 
 def covered(*axes):
-    """Returns every combination of `axes`, marked slow except a few that together contain each value of each axis."""
+    """Returns every combination of one value from each axis.
+
+    A few of the combinations are not marked slow. Together, these few contain each value of each axis.
+    """
     axes = [list(axis) for axis in axes]
     rounds = range(max(map(len, axes)))
     chosen = {tuple(index % len(axis) for axis in axes) for index in rounds}

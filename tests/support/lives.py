@@ -1,7 +1,7 @@
-"""Starts runs that a test kills and starts again: a life is one process with its child processes, or one fork.
+"""Starts programs that a test kills and starts again. A life is the time from one start of a process until it ends.
 
-`Running` is a life that the test watches. `life` runs a command to its end, or kills it once its output has certain
-words.
+`Running` starts a command that the test watches. `life` runs a command to its end, or kills it once its output contains
+certain words. `forked_life` runs a function in a fork.
 """
 
 import os
@@ -16,18 +16,18 @@ from pathlib import Path
 __all__ = ["Running", "environment", "forked_life", "life"]
 
 TESTS = Path(__file__).resolve().parents[1]
-# The limit for one life, long enough for a busy machine.
+# Time limit for one life, in seconds. It is long enough for a busy machine.
 SECONDS_MAX = 250
 
 
 def environment():
-    """Returns the environment of programs that import `support` and compute with one thread."""
+    """Returns the environment for a program that imports `support` and computes with one thread."""
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Running:
-    """A command that runs in a session of its own and writes its output to `file`."""
+    """A command that runs in a new process session, and writes its output to `file`."""
 
     def __init__(self, command, file, *, cwd=None, **variables):
         own = {**environment(), "PYTHONUNBUFFERED": "1"}
@@ -48,7 +48,7 @@ class Running:
         return self._file.read_text(errors="replace")
 
     def wait_for(self, words, count=1):
-        """Waits until the output has `words` `count` times, or the command has ended."""
+        """Waits until the output contains `words` at least `count` times, or the command has ended."""
         until = time.monotonic() + SECONDS_MAX
         while self.output().count(words) < count and self.process.poll() is None:
             assert time.monotonic() < until, f"no {words!r} in the output within {SECONDS_MAX} s\n{self.output()}"
@@ -69,15 +69,17 @@ class Running:
 
 
 def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, **variables):
-    """Runs a command to its end, or until it is killed; returns its output.
+    """Runs a command to its end, or kills it as `kill` says; returns the command's output.
 
     Args:
         command: the words of the command.
-        kill: words and a count: `life` kills the command once its output has the words that often (None: no kill).
-        after: seconds between the output of these words and the kill.
+        kill: a pair of words and a count. `life` kills the command once its output contains the words that many times.
+            None: `life` does not kill the command.
+        after: seconds between the output of the words of `kill` and the kill itself.
         by: the signal of the kill.
-        ends: the required exit status, or several allowed ones: then `life` returns the status and the output.
-        cwd: the folder that the command runs in.
+        ends: the required exit status, or several allowed statuses. With several, `life` returns the exit status and
+            the output.
+        cwd: the folder in which the command runs.
         variables: additions to the command's environment.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +98,10 @@ def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, 
 
 
 def forked_life(do, seconds=None):
-    """Calls `do(begun)` in a fork and kills the fork `seconds` after it calls `begun()`; True if it was killed."""
+    """Calls `do(begun)` in a fork. Kills the fork `seconds` seconds after `do` calls `begun()`.
+
+    None: the fork is not killed. Returns True if the fork was killed.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -112,7 +117,7 @@ def forked_life(do, seconds=None):
     # If the child fails before it calls `begun()`, the pipe closes and the read returns nothing.
     if os.read(reading, 1) and seconds is not None:
         time.sleep(seconds)
-        # The child has not been waited for, so its pid cannot belong to another process yet.
+        # The parent has not waited for the child yet, so the pid of the child cannot belong to another process.
         os.kill(child, signal.SIGKILL)
     os.close(reading)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,8 +1,8 @@
 """Runs programs in forks of an interpreter that has already loaded torch.
 
-Loading torch takes some seconds of processor time, more than most of these programs. A program that depends on how its
-interpreter starts (environment, order of imports) needs a new interpreter. A test of how the interpreter ends passes
-`whole=True`.
+Loading torch takes some seconds of processor time, which is more than most of these programs take. Some programs depend
+on how their interpreter starts (environment, order of imports). Such a program needs a new interpreter instead of a
+fork. A test that checks how the interpreter ends passes `whole=True`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-# Variables that configure glibc's heap. The interpreter starts without them, as some programs measure the heap.
+# Variables that configure glibc's heap. Some programs measure the heap, so the interpreter starts without these
+# variables.
 HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 # torch warns once if numpy is missing; the programs do not need numpy.
 NO_NUMPY = "ignore:Failed to initialize NumPy"
-# The time limit, in seconds, for loading torch, which takes less even on a busy machine.
+# Time limit for loading torch, in seconds. Loading torch takes less than this, even on a busy machine.
 BEGINS_WITHIN = 600
 
 
@@ -42,12 +43,14 @@ class Done(NamedTuple):
 
 
 class Loaded:
-    """An interpreter that forks one program at a time; after a timeout the next `run` starts a new interpreter."""
+    """An interpreter that forks one program at a time. After a timeout, the next `run` starts a new interpreter."""
 
     def __init__(self, environment=None, modules=(), warnings=("error", NO_NUMPY)):
-        """Configures the interpreter: its environment (None: the caller's), and modules to import besides torch.
+        """Stores how the first `run` starts the interpreter.
 
-        `warnings` are options of `python -W` for the programs.
+        `environment` has the environment variables of the interpreter. None: the variables of this process. The
+        interpreter imports `modules` in addition to torch. `warnings` are values of the option `python -W` for the
+        programs.
         """
         self._environment = environment
         self._modules = modules
@@ -55,7 +58,10 @@ class Loaded:
         self._process = None
 
     def run(self, program, *arguments, env, timeout, whole=False):
-        """Runs a program as `python -c` would; returns its `Done`. Unless `whole`, `end` replaces Python's shutdown."""
+        """Runs a program as `python -c` would; returns its `Done`.
+
+        Unless `whole` is true, `end` replaces Python's shutdown.
+        """
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
             wanted = {
@@ -101,7 +107,7 @@ class Loaded:
             if not select.select([self._process.stdout], [], [], max(0, until - time.monotonic()))[0]:
                 raise TimeoutError
             said = os.read(self._process.stdout.fileno(), 1)
-            assert said, "the loaded interpreter ended"
+            assert said, "the interpreter that runs the programs ended"
             line += said
         return int(line)
 
@@ -116,18 +122,21 @@ class Loaded:
 
 
 def die_with_parent():
-    """Has the kernel kill this process when its parent ends, even if the parent is killed."""
+    """Makes the kernel kill this process when its parent process ends, even if the parent is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def forked():
-    """Forks a child for each request on stdin; returns the request in the child. The parent exits when stdin closes."""
+    """Forks a child for each request on stdin, and returns the request in this child.
+
+    The parent exits when stdin closes.
+    """
     while line := sys.stdin.buffer.readline():
-        # The child would print unflushed output a second time.
+        # Without this flush, the child would also print the text that this process has buffered.
         sys.stdout.flush()
         with warnings.catch_warnings():
-            # Python 3.12 and later warn if a process with several threads forks. Here the other threads are idle
-            # threads of loaded libraries.
+            # Python 3.12 and later warn if a process with several threads forks. Here the fork is safe: the other
+            # threads of this process are idle threads of loaded libraries.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -153,7 +162,7 @@ def become(wanted):
 
 
 def end():
-    """Ends the process as Python does, but destroys only the program's module, which saves half a second."""
+    """Ends the process like Python's shutdown, but destroys only the program's module. This saves half a second."""
     threading._shutdown()
     atexit._run_exitfuncs()
     del sys.modules["__main__"]
@@ -169,7 +178,8 @@ if __name__ == "__main__":
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    # Freezes the loaded objects: a garbage collection in a fork would write to their pages and so copy them.
+    # Freezes the loaded objects. Otherwise a garbage collection in a fork would write to the memory pages of these
+    # objects, and the kernel would copy the pages.
     gc.collect()
     gc.freeze()
     wanted = forked()
@@ -180,5 +190,5 @@ if __name__ == "__main__":
         if not wanted["whole"]:
             end()
     finally:
-        # Python's shutdown, also after an error, must be able to collect the loaded objects.
+        # Python's shutdown collects the loaded objects, also after an error. Frozen objects could not be collected.
         gc.unfreeze()

@@ -1,6 +1,7 @@
-"""Trains in RAM with moments of 16 or 8 bits, in plain torch: the reference of `memascend.offload(state=...)`.
+"""Trains in RAM with optimizer moments of 16 or 8 bits, in plain torch.
 
-`docs/budget.md` and `docs/store-format.md` describe the formats; this file uses no code of memascend.
+Tests compare `memascend.offload(state=...)` with this reference. `docs/budget.md` and `docs/store-format.md` describe
+the formats; this file uses no code of memascend.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from support.blockwise import BLOCK, dequantized, quantized
 __all__ = ["SECOND_MOMENT", "VALUES", "MomentsInRam", "drawn", "exact_root", "rounded"]
 
 
-# -- 16 bits: rounded to nearest, or by random bits that depend on the parameter, its step and the element's index
+# -- moments of 16 bits: values are rounded to nearest, or up or down by random bits (see `drawn`)
 
 _WORD = 0xFFFFFFFF
 _LANES = BLOCK // 8
@@ -21,7 +22,10 @@ SECOND_MOMENT, VALUES = 0, 1
 
 
 def _philox(counters, key):
-    """Returns Philox4x32-10 of four counter words, as int64 tensors that hold 32 bits each."""
+    """Returns the four output words of Philox4x32-10 for four counter words.
+
+    Each word is an int64 tensor whose elements have 32 significant bits.
+    """
     a, b, c, d = counters
     low, high = key & _WORD, key >> 32
     for _ in range(10):
@@ -34,7 +38,8 @@ def _philox(counters, key):
 def drawn(key, step, count, purpose):
     """Returns 16 random bits for each of the first `count` elements of a parameter, as int32.
 
-    `key` is XXH3-64 of the parameter's name with the seed; `step` counts the parameter's own updates from 1.
+    `key` is the XXH3-64 of the parameter's name, seeded with the run's seed. `step` is the number of this parameter's
+    update, counted from 1.
     """
     blocks = -(-count // BLOCK)
     counter = torch.arange(blocks * _LANES)
@@ -45,32 +50,38 @@ def drawn(key, step, count, purpose):
 
 
 def rounded(values, bits, dtype=torch.bfloat16):
-    """Rounds float32 values to 16 bits, at random up or down in magnitude: `bits` has a 16-bit number per value."""
+    """Rounds float32 values to 16 bits.
+
+    `bits` has a random 16-bit number for each value. This number decides whether the magnitude of the value is rounded
+    up or down.
+    """
     nearest = values.to(dtype)
     magnitude = values.abs()
     if dtype == torch.bfloat16:
         up = ((magnitude.view(torch.int32) + bits) >> 16).to(torch.int16).view(dtype)
     else:
         normal = (magnitude.view(torch.int32) - (112 << 23) + (bits >> 3)) >> 13
-        # Below 2**-14, float16 numbers are multiples of 2**-24. The sum is in units of 2**-40, and 2**16 units are
-        # 2**-24: `>> 16` leaves the number of multiples.
+        # Below 2**-14, float16 numbers are multiples of 2**-24. The sum counts units of 2**-40, so `>> 16` converts the
+        # sum to multiples of 2**-24.
         small = ((torch.where(magnitude < 2.0**-14, magnitude, 0.0) * 2.0**40).to(torch.int32) + bits) >> 16
         up = torch.where(magnitude < 2.0**-14, small, normal).to(torch.int16).view(dtype)
-    # If rounding to nearest gives a finite value, rounding at random does so, too.
+    # Where rounding to nearest gives a finite value, random rounding must not give infinity. Replace infinity with the
+    # largest finite value.
     up = torch.where(up.isfinite(), up, torch.finfo(dtype).max)
     return torch.where(nearest.isfinite(), torch.where(values.signbit(), -up, up), nearest)
 
 
-# -- one update
+# -- one update of a parameter
 
 
 def exact_root(values):
-    # torch.sqrt on float32 may call a library that is off by one unit; the float64 root, rounded once, is exact.
+    # On float32, torch.sqrt may call a library whose results are off by one unit in the last place. The float64 root,
+    # rounded once to float32, is exact.
     return torch.sqrt(values.double()).float()
 
 
 def adam_of_bitsandbytes(p, g, m, v, group, step):
-    """Updates float32 tensors in place as bitsandbytes does with moments of 8 bits."""
+    """Updates float32 tensors in place with the formulas of bitsandbytes' Adam with moments of 8 bits."""
     beta1, beta2 = group["betas"]
     m.mul_(beta1).add_(g, alpha=1.0 - beta1)
     v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -83,7 +94,10 @@ def adam_of_bitsandbytes(p, g, m, v, group, step):
 
 
 def adam_of_torch(p, g, m, v, group, step, *, decoupled):
-    """Updates float32 tensors in place by torch's fused kernel; sizes must be multiples of 16. Needs one thread."""
+    """Updates float32 tensors in place with torch's fused kernel.
+
+    Sizes must be multiples of 16, and torch must use one thread.
+    """
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(
         [p], [g], [m], [v], [], [torch.tensor(float(step - 1)).add_(1)],
@@ -107,7 +121,10 @@ _NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"),
 
 
 class MomentsInRam(torch.optim.Optimizer):
-    """Adam, AdamW or SGD on flat float32 parameters; between steps, the moments have the formats of `widths`."""
+    """Adam, AdamW or SGD for flat float32 parameters.
+
+    Between steps, the moments are stored in the formats that `widths` names.
+    """
 
     def __init__(self, groups, *, widths, keys, rule="adamw", second="stochastic"):
         """Stores the formats, keys and rule.
@@ -169,7 +186,7 @@ class MomentsInRam(torch.optim.Optimizer):
         return state[name].float()
 
     def moments_by_name(self, p):
-        """Returns the moments of `p` in float32 by torch's names; an empty dict before the first step."""
+        """Returns the moments of `p` in float32 by torch's names. Before the first step, the dict is empty."""
         if "step" not in self.state.get(p, {}):
             return {}
         return dict(zip(_NAMES[self.rule], self.moments(p), strict=True))

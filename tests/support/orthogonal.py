@@ -1,4 +1,4 @@
-"""Defines optimizers that orthogonalize matrices one at a time, in batches or in stacks, like published optimizers."""
+"""Defines optimizers that orthogonalize matrices: one at a time, in batches, or in stacks, like published ones."""
 
 import torch
 from support.by_parameter import ByParameter
@@ -17,7 +17,7 @@ def orthogonal(matrices, steps=5):
 
 
 def gradient_of(parameter):
-    """Returns the parameter's gradient; sets it to zeros if the parameter has none."""
+    """Returns the parameter's gradient. If the parameter has no gradient, first sets its gradient to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -46,7 +46,10 @@ def adam_step(parameter, gradient, state, group):
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """Like KellerJordan's SingleDeviceMuonWithAuxAdam: `use_muon` chooses a group's rule; no gradient means zeros."""
+    """Like KellerJordan's SingleDeviceMuonWithAuxAdam.
+
+    The option `use_muon` selects the rule of a group. A missing gradient counts as zeros.
+    """
 
     def __init__(self, groups):
         common = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
@@ -61,7 +64,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
 
 class MuonOfRanks(MuonWithAdam):
-    """Like KellerJordan's MuonWithAuxAdam: each rank updates its share of the matrices and gathers the rest."""
+    """Like KellerJordan's MuonWithAuxAdam: each rank updates some of the matrices, then gathers all matrices."""
 
     @torch.no_grad()
     def step(self, closure=None):  # noqa: ARG002
@@ -81,7 +84,10 @@ class MuonOfRanks(MuonWithAdam):
 
 
 class StackedMuonWithAdam(torch.optim.Optimizer):
-    """Like nanochat's MuonAdamW: stacks the matrices of a group, with one state; copies options into scalar tensors."""
+    """Like nanochat's MuonAdamW: stacks the matrices of a group and keeps one state for the stack.
+
+    Copies options into scalar tensors.
+    """
 
     def __init__(self, groups):
         super().__init__(groups, {})
@@ -123,7 +129,7 @@ class StackedMuonWithAdam(torch.optim.Optimizer):
 
 
 class CoupledStack(StackedMuonWithAdam):
-    """A stack whose gradients are divided by one common norm, so updating a parameter alone gives wrong values."""
+    """A stack that divides all gradients by their common norm, so updating one parameter alone gives wrong values."""
 
     def stacked(self, group):
         norm = torch.stack([parameter.grad for parameter in group["params"]]).norm()
@@ -132,7 +138,10 @@ class CoupledStack(StackedMuonWithAdam):
 
 
 class BatchedMuon(torch.optim.Optimizer):
-    """Like the Muon of Dion's package: foreach operations on batches of equal shapes, which reject an empty list."""
+    """Like the Muon of Dion's package: runs foreach operations on lists of parameters.
+
+    These operations reject an empty list.
+    """
 
     def __init__(self, parameters, lr=0.02, momentum=0.95):
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -152,7 +161,7 @@ class BatchedMuon(torch.optim.Optimizer):
 
 
 class LowRank(ByParameter):
-    """Like Dion: the first step draws a random low-rank matrix for each parameter."""
+    """Like the optimizer Dion: the first step draws a random low-rank matrix for each parameter."""
 
     def __init__(self, parameters, lr=0.02):
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Runs `memascend plan`, provides a small Llama's config for it, and measures the peak of allocated bytes."""
+"""Runs `memascend plan` on the config of a small Llama model, and measures the peak of allocated bytes."""
 
 import json
 
@@ -34,7 +34,10 @@ def shown(capsys, *words, status=0):
 
 
 def peak_of(profile):
-    """Returns the peak of bytes allocated on the CPU during a profile; older allocations do not count."""
+    """Returns the largest number of bytes that were allocated on the CPU at once during a profile.
+
+    Allocations before the profile do not count.
+    """
     events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda one: one.start_ns()):

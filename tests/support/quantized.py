@@ -1,4 +1,4 @@
-"""Quantises checkpoints, in the layouts of published checkpoints."""
+"""Replaces tensors of checkpoints with quantised tensors, in the layouts of published checkpoints."""
 
 import json
 
@@ -9,7 +9,10 @@ __all__ = ["in_mxfp4", "quantize"]
 
 
 def quantize(folder, stored, method):
-    """Replaces each tensor of a checkpoint by the tensors of `stored(name, tensor)`; writes `method` to its config."""
+    """Replaces each tensor of a checkpoint with the tensors that `stored(name, tensor)` returns.
+
+    Writes `method` to the checkpoint's config.
+    """
     for path in folder.glob("*.safetensors"):
         tensors = {}
         for name, tensor in load_file(path).items():
@@ -20,7 +23,10 @@ def quantize(folder, stored, method):
 
 
 def in_mxfp4(name, tensor, exponents=(122, 123)):
-    """Returns an expert tensor in gpt-oss's MXFP4 layout, with random codes and exponents; other tensors unchanged."""
+    """Returns an expert tensor in gpt-oss's MXFP4 layout, with random codes and exponents.
+
+    Returns a tensor that is not an expert tensor unchanged.
+    """
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: tensor}
     experts, columns, rows = tensor.shape

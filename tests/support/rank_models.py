@@ -1,4 +1,7 @@
-"""Defines small models, batches and an optimizer for several ranks; trains them offloaded, or on one process."""
+"""Defines small models, batches and an optimizer for several ranks.
+
+Trains the models offloaded on these ranks, or in memory on one process.
+"""
 
 import math
 
@@ -11,9 +14,9 @@ import memascend
 
 
 class Odd(nn.Module):
-    """A model with row counts that the ranks cannot divide evenly, with a frozen block and a tied head.
+    """A model with a frozen block and a tied head. The number of ranks does not divide its row counts evenly.
 
-    A layer of `narrow` rows can have fewer rows than there are ranks.
+    A layer has `narrow` rows, which may be fewer rows than there are ranks.
     """
 
     def __init__(self, narrow=3):
@@ -49,7 +52,7 @@ def model(dtype, kind="plain"):
 
 
 def batch(step, micro):
-    """Returns the inputs and targets of micro-batch `micro` of a step, equal on all ranks."""
+    """Returns the inputs and targets of micro-batch `micro` of step `step`. All ranks get the same tensors."""
     generator = torch.Generator().manual_seed(1000 * step + micro)
     tokens = torch.randint(0, 32, (4, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -80,14 +83,20 @@ def sharded(dtype, kind="plain"):
 
 
 def divide_gradients(trained, by=1.0):
-    """Sets the divisor of FSDP2's gradient sums. The default 1 keeps sums: a mean over three ranks would be rounded."""
+    """Sets the number by which FSDP2 divides gradient sums.
+
+    The default 1 keeps the sums, because a mean over three ranks would be rounded.
+    """
     for module in trained.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(by)
 
 
 def said(call):
-    """Returns the class and the text of the MemascendError that `call` raises; "" if it raises none."""
+    """Returns the class and the text of the MemascendError that `call` raises.
+
+    Returns "" if `call` raises no such error.
+    """
     try:
         call()
     except memascend.MemascendError as error:
@@ -96,9 +105,10 @@ def said(call):
 
 
 def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", shards=True, mesh=None, **options):
-    """Offloads a model of kind `of`; the caller divides each loss by the number of micro-batches on all ranks.
+    """Offloads a model of kind `of`.
 
-    With `shards=False` offload() itself shards the model if there are several ranks.
+    The caller divides each loss by the total number of micro-batches on all ranks. With `shards=False`, `offload()`
+    itself shards the model if there are several ranks.
     """
     with torch.device("meta" if "checkpoint" in options else "cpu"):
         trained = model(dtype, of)
@@ -116,7 +126,10 @@ def position():
 
 
 def backward(trained, step, micros=None):
-    """Runs this rank's share of a step's backwards; all ranks together run `micros` (None: one on each)."""
+    """Runs this rank's share of the backwards of a step.
+
+    All ranks together run `micros` backwards. None: each rank runs one backward.
+    """
     rank, count = position()
     for micro in range(rank, micros or count, count):
         (loss_of(trained, step, micro) / (micros or count)).backward()
@@ -142,10 +155,11 @@ def train(trained, optimizer, until, micros=None):
 
 
 def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, steps=3):
-    """Trains in memory on one process; returns the losses, the final values and, as one tensor, the gradient norms.
+    """Trains in memory on one process; returns the losses, then a list of the final values and the gradient norms.
 
-    With `divisor` 1, the gradient of a step is the mean over its `micros` micro-batches. With a different `divisor`, it
-    is the sum over them, divided by `divisor`.
+    The gradient norms are one tensor at the end of this list. With `divisor` 1, the gradient of a step is the mean over
+    its `micros` micro-batches. With any other `divisor`, the gradient is the sum over the micro-batches, divided by
+    `divisor`.
     """
     trained = model(dtype, kind)
     masters = [p.detach().float().clone().requires_grad_() for p in trainable(trained)]
@@ -166,7 +180,10 @@ def accumulated(dtype, micros, kind="plain", max_grad_norm=None, divisor=1, step
 
 
 def _norm(parameters):
-    """Returns the norm of all gradients; the sum of squares is rounded once, so its order does not matter."""
+    """Returns the norm of all gradients.
+
+    The sum of squares is rounded only once, so the order of the squares does not matter.
+    """
     # float64 holds the square of a float32 exactly, and fsum rounds only its result.
     return math.sqrt(math.fsum(square for p in parameters for square in p.grad.double().square().flatten().tolist()))
 

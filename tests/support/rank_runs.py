@@ -1,4 +1,4 @@
-"""Trains on several ranks, with a fault on some of them; returns each rank's steps, values and error."""
+"""Trains on several ranks and causes a fault on some of these ranks; returns each rank's steps, values and error."""
 
 import ctypes
 import hashlib
@@ -34,16 +34,17 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # The ranks in `faulty` get `fault`: a signal number, "raise", "hang" or "full" (no space on the drive). The fault
-    # happens in step `at`, at the `point` of that step; if `point` is "time", `at` seconds after `life` began.
+    # `fault` happens on the ranks in `faulty`. It is a signal number, "raise", "hang" or "full" (the drive has no space
+    # left). The fault happens at `point` of step `at`. If `point` is "time", the fault happens `at` seconds after
+    # `life` began.
     "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
-    # The number of micro-batches in a step, on all ranks together; None: one on each.
+    # The number of micro-batches in a step, on all ranks together. None: one micro-batch on each rank.
     "micro": None,
-    # The folder that all ranks save to at the end. Only the first rank can write to "hidden": the other ranks send
-    # their rows to the first rank.
+    # The folder to which all ranks save at the end. None: the ranks do not save. If the name is "hidden", only the
+    # first rank can write to the folder, so the other ranks send their rows to the first rank.
     "save": None,
     # Further options of `offload()`.
     "given": {},
@@ -61,12 +62,15 @@ DEFAULTS = {
 
 
 def make_hidden(folder):
-    """Makes a folder `hidden` that only the first rank shares; the other ranks see an empty one. Needs root."""
+    """Makes a folder `hidden` and hides its files from all ranks except the first. Needs root.
+
+    Every other rank sees an empty folder at this path.
+    """
     path = Path(folder, "hidden")
     path.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     if distributed.get_rank():
-        # Gives this thread a mount namespace of its own; the commands that the thread starts inherit the namespace.
+        # Gives this thread a new mount namespace. The commands that this thread starts inherit the namespace.
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "unshare")
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -75,12 +79,15 @@ def make_hidden(folder):
 
 
 def lives(tmp_path, world, name="run", **options):
-    """Runs `life` on `world` ranks; returns the result of each rank's `life`, None for a rank that was killed."""
+    """Runs `life` on `world` ranks; returns each rank's result, or None for a rank that was killed."""
     return on_ranks(world, life, tmp_path, name, options, ends=(0, -signal.SIGKILL))
 
 
 def require_same(ranks, opened, steps, micro=4, **options):
-    """Requires that each rank began at step `opened`, committed `steps`, and has the values of one process."""
+    """Requires that each rank began at step `opened` and committed step `steps`.
+
+    Also requires that each rank has the values that training on one process gives.
+    """
     *values, _ = accumulated(options.pop("dtype", torch.bfloat16), micro, steps=steps, **options)[1]
     for rank in ranks:
         assert (rank["opened"], rank["committed"], rank["error"]) == (opened, steps, None), rank
@@ -93,7 +100,7 @@ def failing(*_, **__):
 
 
 def filled(ranks):
-    """Returns each rank's log message that its missing store is refilled; "" for a rank without this message."""
+    """Returns each rank's log message about the refill of a missing store, or "" for a rank without this message."""
     return ["".join(words for words in rank["said"] if "had no store" in words) for rank in ranks]
 
 
@@ -145,13 +152,14 @@ def life(folder, name, options):
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
-    # After an error: the seconds since the failed step, or the failed opening, began. Otherwise since this call began.
+    # After an error: the seconds since the failed step, or the failed `offload()`, began. Without an error: the seconds
+    # since this training began.
     told["seconds"] = time.monotonic() - (began if told["error"] else first)
     return told
 
 
 def _mesh(options):
-    """Returns the mesh of replicas and shards that the options describe; None without `replicas`."""
+    """Returns the mesh of replicas and shards that the options describe, or None if they have no `replicas`."""
     if options["replicas"] is None:
         return None
     shape, names = (options["replicas"], distributed.get_world_size() // options["replicas"]), ("replicate", "shard")
@@ -171,10 +179,14 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Patches the calls that ranks make together, so that they cause the fault at its point; "time" starts a timer.
+    """Patches functions so that the fault happens when this rank reaches its point.
 
-    The points are before and after the ranks agree, and before and after they form groups; while a store is refilled
-    from the store of a replica, and before the refilled store is verified; and in the middle of a save.
+    The point "time" starts a timer instead. The other points are:
+    - "before" or "after" a phase: around the agreement of the ranks on this phase of a commit
+    - "before groups", "in groups": before and after the ranks form groups
+    - "filling": while a store is refilled from the store of a replica
+    - "filled": before the refilled store is verified
+    - "saving": in the middle of a save
     """
     if options["point"] == "time" and distributed.get_rank() in options["faulty"]:
         timer = threading.Timer(options["at"], _meet, [options])

@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks, one process each; no rank outlives the call, even if the call fails.
 
-One process imports torch for all calls. For each call it forks a process that imports the function's module and forks
-the ranks: imports take longer than most of the functions.
+One process imports torch for all calls. For each call, this process forks a second process, which imports the
+function's module and then forks the ranks. This saves time: importing torch takes longer than most of the functions.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from support.loaded import Loaded, die_with_parent
 
 __all__ = ["on_ranks", "ranks"]
 
-# Seconds for which the other ranks may still run, and print, once a rank has failed.
+# Once a rank has failed, the other ranks may still run and print for this number of seconds.
 LAST_WORDS_SECONDS = 2.0
 PROGRAM = """
 import sys
@@ -33,15 +33,15 @@ run(Path(sys.argv[1]))
 
 
 def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
-    """Runs `function(str(folder), *arguments)` on each rank; returns the results, None for a rank that was killed.
+    """Runs `function(str(folder), *arguments)` on each rank; returns the results, with None for a rank that was killed.
 
     Args:
         count: number of ranks.
         function: a function of a test module; the ranks import it by its module's file and its name.
         folder: the folder that the ranks may write to.
         arguments: further arguments of the function, which are pickled.
-        seconds: time limit, after which all ranks are killed and the test fails.
-        ends: how a rank may end: exit statuses, or signals as negative numbers.
+        seconds: time limit. When it is over, all ranks are killed and the test fails.
+        ends: the allowed exit statuses of a rank. The status of a rank that signal N killed is -N.
     """
     place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     place.mkdir(parents=True)
@@ -66,7 +66,10 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 
 
 def ranks(count):
-    """Decorates a test that each of `count` ranks runs; its arguments are the folder and the parametrized ones."""
+    """Decorates a test function so that each of `count` ranks runs it.
+
+    Each rank passes a folder and the values of the test's parameters to the function.
+    """
 
     def decorate(function):
         def test(tmp_path, **given):
@@ -83,7 +86,7 @@ def ranks(count):
 
 @functools.cache
 def _loaded():
-    """Returns the process that has imported the modules of all ranks; it ends with this process."""
+    """Returns an interpreter that has imported the modules of all ranks. It ends when this process ends."""
     modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload"]
     return Loaded(environment(), modules, warnings=())
 
@@ -101,7 +104,10 @@ def _imported(source):
 
 
 def run(place):
-    """Forks the ranks and waits for them; once a rank has failed, or all are stopped, kills the rest."""
+    """Forks the ranks and waits until they end.
+
+    Once a rank has failed, or once all running ranks are stopped, kills the ranks that still run.
+    """
     # If the test's own process is killed, the kernel kills this process and the ranks.
     die_with_parent()
     os.setpgid(0, 0)
@@ -140,8 +146,8 @@ def _forked(place, rank, count, function, arguments):
     status = 1
     try:
         die_with_parent()
-        # In a fork, the first use of torch's thread pool creates a new pool, which fails if two threads do so at once:
-        # create the pool here.
+        # In a fork, the first use of torch's thread pool creates a new pool. This fails if two threads do it at once,
+        # so the call below creates the pool now.
         torch.set_num_threads(1)
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)

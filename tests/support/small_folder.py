@@ -43,7 +43,10 @@ def make_tokenizer(template=CHATML, **trims):
 
 
 def make_model(folder, dtype, tokenizer=None):
-    """Saves a Llama of two layers and its tokenizer. Attention has dropout, so the order of random numbers matters."""
+    """Saves a Llama of two layers and its tokenizer.
+
+    The attention of the model has dropout, so results depend on the order of random numbers.
+    """
     tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(7)
     config = transformers.LlamaConfig(

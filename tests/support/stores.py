@@ -1,4 +1,4 @@
-"""Makes stores, and parameters of many sizes and dtypes, for tests of stores and engines; damages a store's file."""
+"""Makes stores, and parameters of many sizes and dtypes; damages the file of a store."""
 
 import itertools
 
@@ -31,7 +31,10 @@ def filled(path, records, **options):
 
 
 def two_units(folder, elements=50_000):
-    """Returns a store of the units "first" and "second", two records each; a record has several chunks of 8 KiB."""
+    """Returns a store of the units "first" and "second".
+
+    Each unit has two records, and each record has several chunks of 8 KiB.
+    """
     records = []
     for number, unit in enumerate(("first", "second")):
         values = torch.randn(elements, generator=torch.Generator().manual_seed(number))
@@ -47,7 +50,7 @@ def pages(nbytes):
 
 
 def in_one(updates, unit):
-    """Returns the bytes of a unit, read by one fetch."""
+    """Reads a unit with one fetch; returns the bytes of the unit."""
     into = pages(sum(updates.parts(unit, 1 << 30).places()[-1]))
     updates.fetch(unit, into).wait()
     return into

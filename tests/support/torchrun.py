@@ -1,4 +1,4 @@
-"""Starts ranks with torchrun in fresh processes, on this host or on several, simulated by network namespaces."""
+"""Starts ranks with torchrun in fresh processes, on this host or on several hosts that network namespaces simulate."""
 
 import contextlib
 import itertools
@@ -24,13 +24,19 @@ fsdp_config:
 
 
 def command(*words, count=2, options=()):
-    """Returns the command that starts a script, or `-m` and a module, on `count` ranks of this host."""
+    """Returns the command that starts `words` on `count` ranks of this host.
+
+    `words` name a script, or are `-m` and the name of a module.
+    """
     start = ("-m", "torch.distributed.run", "--standalone", *options, "--nproc-per-node", count)
     return [sys.executable, *start, *words]
 
 
 def as_if_on_gpus():
-    """Patches accelerate in this process so that it shards models on the CPU; without this it shards only on GPUs."""
+    """Patches accelerate in this process so that it shards models on the CPU.
+
+    Unpatched, accelerate shards only on GPUs.
+    """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -48,16 +54,17 @@ def as_if_on_gpus():
 
 
 class Hosts(contextlib.ExitStack):
-    """Hosts on one switch: network namespaces with the host names host0, host1 and so on, each with an interface eth0.
+    """Simulated hosts on one network switch, with the host names host0, host1 and so on.
 
-    All hosts share /mnt/shared; each has its own /mnt/nvme0 and /mnt/nvme1. Every host resolves the names of all hosts.
+    Each host is a network namespace with an interface eth0. All hosts share /mnt/shared; each host has separate folders
+    /mnt/nvme0 and /mnt/nvme1. Every host resolves the names of all hosts.
     """
 
     SHARED = "shared"
     DRIVES = ("nvme0", "nvme1")
 
     def __init__(self, folder, count=2):
-        """Sets up the hosts, which needs root and iproute2; `folder` stores the files of their /mnt."""
+        """Sets up the hosts, which needs root and iproute2. `folder` stores the files of /mnt on each host."""
         super().__init__()
         self.folder = folder
         self.count = count
@@ -84,11 +91,11 @@ class Hosts(contextlib.ExitStack):
             ip("netns", "add", name)
             undo.callback(ip, "netns", "del", name)
             undo.callback(self.kill, host)
-            # `ip netns exec` mounts the files of this folder over those of /etc.
+            # `ip netns exec` mounts the files of this folder over the files of /etc.
             self._etc(host).mkdir(parents=True)
             undo.callback(shutil.rmtree, self._etc(host))
             self.name_hosts(host)
-            # Names are looked up in /etc/hosts only: no DNS server answers in a namespace.
+            # The hosts look up names in /etc/hosts only, because no DNS server answers in a namespace.
             (self._etc(host) / "nsswitch.conf").write_text("hosts: files\n")
             cable = ["link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"port{host}"]
             ip(*cable, "netns", switch)
@@ -101,7 +108,7 @@ class Hosts(contextlib.ExitStack):
         (self.folder / self.SHARED).mkdir()
 
     def name_hosts(self, host, *, as_debian=False):
-        """Writes /etc/hosts of a host; `as_debian` gives the host's own name a loopback address, as Debian does."""
+        """Writes /etc/hosts of a host. With `as_debian`, the host's own name has a loopback address, as on Debian."""
         lines = [f"{_address(other)} host{other}" for other in range(self.count) if other != host or not as_debian]
         own = [f"127.0.1.1 host{host}"] if as_debian else []
         (self._etc(host) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *own, *lines, ""]))
@@ -115,13 +122,14 @@ class Hosts(contextlib.ExitStack):
         return self.folder / (name if name == self.SHARED else f"host{host}/{name}")
 
     def start(self, host, line, **more):
-        """Starts a shell command line on a host, in /mnt/shared; returns its `Running`."""
+        """Starts a shell command line on a host, in the folder /mnt/shared; returns the `Running` of the command."""
         mounts = [f"mount --bind {self.folder_of(host, name)} /mnt/{name}" for name in (self.SHARED, *self.DRIVES)]
         folders = " ".join(f"/mnt/{name}" for name in (self.SHARED, *self.DRIVES))
         settle = [f"hostname host{host}", "mount -t tmpfs none /mnt", f"mkdir {folders}", *mounts, "cd /mnt/shared"]
         command = ["ip", "netns", "exec", self._namespace(host), "unshare", "-um"]
         command += ["sh", "-c", " && ".join([*settle, 'exec bash -c "$0"']), line]
-        # PATH begins with this interpreter's folder, as in an active environment, so commands find torchrun and python.
+        # PATH begins with the folder of this interpreter, as in an active virtual environment. The commands `torchrun`
+        # and `python` then come from this folder.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         running = Running(command, self.folder / f"output-{next(self._outputs)}", **{"PATH": path, **more})
         self.callback(running.kill)

@@ -1,4 +1,6 @@
-"""Trains with a Trainer, offloaded in one line, as a user's script does; tests start it, kill it and start it again.
+"""Trains with a Trainer that one line offloads, as in a user's script.
+
+Tests start this program, kill it and start it again.
 
 usage: [TRAINED_OPTIONS=JSON] [ENDS_BY=NUMBER] trained_program.py STORE LOG [MOMENT STEP]
 """
@@ -24,19 +26,20 @@ from transformers.trainer_callback import ExportableState
 import memascend.trainer
 from memascend.storage import Engine
 
-# Log entries whose names contain one of these words are about time and storage, and differ between runs.
+# Words in the names of log entries about time and storage. These entries differ between runs, so tests do not compare
+# them.
 NOT_COMPARED = ("runtime", "per_second", "host_memory_bytes", "read_bytes", "written_bytes", "waiting_seconds")
 
 
 def compared(line):
-    """Returns the entries of a log line, without those of `NOT_COMPARED`."""
+    """Returns a log line without the entries that tests do not compare (see `NOT_COMPARED`)."""
     return {name: value for name, value in line.items() if not any(part in name for part in NOT_COMPARED)}
 
 
 def model(seed=0, attention_dropout=0.1):
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # On a GPU, attention kernels other than "eager" draw random numbers and add in a different order.
+    # On a GPU, each other kernel of attention has its own order of random numbers and of additions.
     shape["attn_implementation"] = "eager"
     config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=attention_dropout, **shape)
     return transformers.Qwen2ForCausalLM(config)
@@ -52,7 +55,10 @@ def padded(batch):
 
 
 def masked(batch):
-    """Collates a batch with tokens replaced at random by torch's generator."""
+    """Collates a batch, and replaces some of the batch's tokens.
+
+    Random numbers from torch's global generator choose the tokens.
+    """
     return collated(batch, lambda ids: torch.where(torch.rand(ids.shape) < 0.2, 1, ids))
 
 
@@ -66,7 +72,7 @@ def collated(batch, change):
 
 
 class Drawn(torch.utils.data.Dataset):
-    """A dataset that replaces tokens at random; `draw` returns each random number."""
+    """A dataset that replaces tokens at random. It calls `draw` for each random number."""
 
     def __init__(self, draw):
         self.draw, self.rows = draw, rows()
@@ -80,7 +86,7 @@ class Drawn(torch.utils.data.Dataset):
 
 
 class OwnDice:
-    """A collator with two random generators of its own: one made in `__init__`, one made at its first batch."""
+    """A collator with two random generators. `__init__` makes the first generator; the first batch makes the second."""
 
     def __init__(self):
         self.rare, self.lazy = random.Random(5), None
@@ -142,7 +148,10 @@ class Habits(transformers.TrainerCallback, ExportableState):
 
 
 class Averaging(transformers.Trainer):
-    """A Trainer that also logs its own mean loss, and the records of each `Habits` callback."""
+    """A Trainer that also logs a mean loss, the batch widths, and the norms and steps that each `Habits` callback saw.
+
+    This class computes the mean loss and the widths itself.
+    """
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
@@ -166,7 +175,7 @@ class Averaging(transformers.Trainer):
 
 
 class Log(transformers.TrainerCallback):
-    """A callback that appends each log line to `file`, and ends the process at `moment` of step `step`."""
+    """A callback that appends each log line to `file`. It ends the process at the point `moment` of step `step`."""
 
     def __init__(self, file, moment=None, step=0):
         self.file, self.moment, self.step = Path(file), moment, int(step)
@@ -191,11 +200,11 @@ class Log(transformers.TrainerCallback):
 
 
 class Ended(Exception):
-    """Raised to end a training in the test's own process, where a kill would end the test, too."""
+    """Raised to end a training in the test's own process. A kill would also end the test."""
 
 
 class Ends(transformers.TrainerCallback):
-    """A callback that raises `Ended` after each of `steps`."""
+    """A callback that raises `Ended` after each step in `steps`."""
 
     def __init__(self, *steps):
         self.steps = steps
@@ -210,7 +219,10 @@ def end_of_process():
 
 
 def kill_while_created():
-    """Has the process end before the commit of step 0, which completes a new store."""
+    """Patches `Engine.commit` so that the process ends before the commit of step 0.
+
+    This commit would complete a new store.
+    """
     own = Engine.commit
 
     def commit(self, step, **options):
@@ -250,7 +262,10 @@ def made(
 
 
 def started(folder, *callbacks, end=None, make=made, offloads=None, **options):
-    """Offloads a new Trainer to the store in `folder` and trains it to step `end` (None: all steps); returns it."""
+    """Offloads a new Trainer to the store in `folder` and trains it to step `end` (None: all steps).
+
+    Returns the Trainer.
+    """
     trainer = make(folder / "out", *callbacks, Ends(end), **options)
     with memascend.trainer.offload(trainer, storage=folder / "store", **(offloads or {})):
         with contextlib.suppress(Ended):
@@ -268,7 +283,7 @@ def digest_of(trained):
 
 
 def logged(file):
-    """Returns the last line of a log for each step and kind."""
+    """Returns the last line of a log for each pair of step and kind."""
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
     return {(line["step"], line["kind"]): line for line in lines}
 

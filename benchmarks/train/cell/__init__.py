@@ -1,12 +1,13 @@
-"""Trains one workload with one system in a process of its own, and reports its time, memory and bytes.
+"""Trains one workload with one system in a separate process, and reports its time, memory and bytes.
 
-The process runs `python -m benchmarks.train.cell ORDER`, for a peer in the peer's environment. So no module here,
-except for memascend's own systems, imports more of memascend than `cli.process`, `errors` and `text`.
+The process runs `python -m benchmarks.train.cell ORDER`. If the system is a peer, the process runs in the peer's
+environment. So the modules of this package import only `cli.process`, `errors` and `text` of memascend. The modules of
+memascend's own systems may import more.
 """
 
 from __future__ import annotations
 
 __all__ = ["ANSWER"]
 
-# The beginning of the answer's line. Peers may print other lines before it.
+# The line that has the answer begins with this text. Peers may print other lines before it.
 ANSWER = "cell: "

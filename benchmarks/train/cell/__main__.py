@@ -1,4 +1,4 @@
-"""Entry point of a cell's process: builds the system, trains, and prints the result as its last line."""
+"""The program of a cell's process. It makes the system, trains, and prints the result as its last line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ __all__ = ["run"]
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Trains; returns the measurements.
 
-    The order has `workload`, `system`, `settings` (which override those of the system), `storage`, `warm` and `steps`,
-    `until` (the `time.time()` at which the cell must have answered, or None), and `cgroup` (the folder of this
-    process's own memory cgroup, or None).
+    `order` has these entries:
+
+    - `workload`, `system`, `storage`, `warm` and `steps`;
+    - `settings`, which override the settings of the system;
+    - `until`: the `time.time()` at which the cell must have answered, or None;
+    - `cgroup`: the folder of the memory cgroup that has only this process, or None.
     """
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
@@ -71,14 +74,16 @@ def _trained(system: System, work: Workload, record: Record) -> None:
     while not record.enough:
         at = [record.now()]
         if len(batches) > 1:
-            # Each micro-batch has a forward and a backward. The record counts the seconds of all of them as backward.
+            # Each micro-batch has a forward and a backward. The record counts the seconds of all forwards and backwards
+            # as "backward", so "forward" is 0.
             at.append(at[0])
             value = float(system.accumulate(batches))
         else:
             loss = system.forward(batches[0])
             value = loss.item()
             at.append(record.now())
-            # In a workload with an overflow, the loss of one step is too large for 16-bit gradients.
+            # If the workload has an overflow, the loss of one step is multiplied, so that its 16-bit gradients
+            # overflow.
             overflows = work.overflow and record.steps == OVERFLOWING_STEP
             system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
             del loss
@@ -90,7 +95,7 @@ def _trained(system: System, work: Workload, record: Record) -> None:
 
 
 def _limit(work: Workload) -> None:
-    """Limits torch to the workload's `card` bytes of the device."""
+    """Limits torch to `work.card` bytes of the device's memory."""
     if work.device != "cpu" and work.card is not None:
         import torch
 
@@ -99,7 +104,7 @@ def _limit(work: Workload) -> None:
 
 
 def _synchronize(work: Workload) -> None:
-    """Waits until the device has done all queued work, so that the next step does not wait for it."""
+    """Waits until the device has done all queued work. The time of this work then counts for this step."""
     if work.device != "cpu":
         import torch
 
@@ -107,7 +112,7 @@ def _synchronize(work: Workload) -> None:
 
 
 def _device_peak(work: Workload) -> int | None:
-    """Returns the most bytes of the device that torch held; None on the CPU."""
+    """Returns the largest number of bytes that torch has used on the device; None on the CPU."""
     if work.device == "cpu":
         return None
     import torch
@@ -116,7 +121,7 @@ def _device_peak(work: Workload) -> int | None:
 
 
 def _restarted_peak(cgroup: Path | None) -> int | None:
-    """Returns the cgroup's peak so far; in cgroup version 1, also resets the peak."""
+    """Returns the cgroup's memory peak so far; None if `cgroup` is None. In cgroup version 1, also resets the peak."""
     if cgroup is None:
         return None
     peak = _peak(cgroup)

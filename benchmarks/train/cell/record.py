@@ -1,4 +1,4 @@
-"""Records losses, seconds and counters of a cell's steps, and decides when the steps are enough."""
+"""Records the losses, seconds and counters of a cell's steps, and decides when there are enough steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 _PARTS = ("forward", "backward", "update")
-# The end of a cell may take as long as this number of steps.
+# The end of a cell may take as much time as this number of steps.
 _END_STEPS = 2
 
 
@@ -29,10 +29,11 @@ class Record:
     """
 
     def __init__(self, order: dict[str, Any], storage: Path, system: System) -> None:
-        """Makes an empty record for an order of a cell."""
+        """Makes an empty record. `order` is the order of the cell."""
         self.steps = 0
         counted = self._counted = system.counted
-        # `_way()` returns the way of the next step, if the system tries several ways; otherwise "", as `str()` does.
+        # `_way()` returns how `system` will do its next step, if it tries several ways. Other systems have no `way`, so
+        # `str()` is called, which returns "".
         self._way: Callable[[], str] = getattr(system, "way", str)
         self._next, self._ways = self._way(), list[str]()
         self._first = self._last = counted()
@@ -48,20 +49,25 @@ class Record:
 
     @property
     def enough(self) -> bool:
-        """True if all steps were made, or another one might end too late; False until one step was measured."""
+        """True if all steps were made, or if one more step might end after the order's `until`.
+
+        Before the first measured step, the time limit `until` is ignored.
+        """
         if self.steps >= self._most:
             return True
         last = self._seconds["step"][-1] if self._between else 0.0
         return bool(self._between) and time.time() + (1 + _END_STEPS) * last > self._until
 
     def add(self, loss: float, at: Sequence[counters.Counts]) -> None:
-        """Adds a step, with the counters before it, after it, and between its parts if they are known.
+        """Adds a step.
+
+        `at` has the counters before the step, after each of its parts (if they are known), and after the step.
 
         Raises:
-            ValueError: the loss is no number.
+            ValueError: the loss is not finite.
         """
         if not math.isfinite(loss):
-            raise ValueError(f"the loss of step {self.steps} is {loss}")
+            raise ValueError(f"the loss of step {self.steps} is {loss}, so this system does not train correctly")
         self._losses.append(loss)
         if self.steps >= self._warm:
             whole = at[-1].since(at[0])
@@ -76,7 +82,7 @@ class Record:
             self._first = self._last
 
     def values(self, parameters: int) -> dict[str, Any]:
-        """Returns the seconds of each measured step, and the means of the counters."""
+        """Returns the losses, the seconds of each measured step, and the mean of each counter."""
         steps = len(self._between)
         known = (self._between or [{}])[0]
         mean = {name: sum(counts[name] for counts in self._between) / steps for name in known}

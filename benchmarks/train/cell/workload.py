@@ -1,4 +1,4 @@
-"""Defines workloads: the models, batches and rules, which are the same for every system."""
+"""Defines workloads. A workload is a model, its batches, and the rules of training. It is the same for every system."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 LEARNING_RATE = 1e-4
-# In a workload with an overflow: the step whose loss is multiplied, and the factor.
+# In a workload with an overflow, the loss of the step `OVERFLOWING_STEP` is multiplied by `OVERFLOW_FACTOR`.
 OVERFLOWING_STEP = 1
 OVERFLOW_FACTOR = 1e7
 # The first fp16 loss scale of every system is two to this power.
 LOSS_SCALE_POWER = 16
-# The tokens of a chunk: a chunked loss has only their logits in memory.
+# The number of tokens in a chunk. A chunked loss has only the logits of one chunk in memory at a time.
 _CHUNK_TOKENS = 2048
 
 
@@ -42,17 +42,17 @@ class Workload:
     heads: int
     kv_heads: int
     vocabulary: int = 32_000
-    tied: bool = False  # True: the LM head has the weight of the embeddings
+    tied: bool = False  # True: the LM head and the embeddings share one weight
     dtype: str = "bfloat16"
     batch: int = 1
     micro_batches: int = 1
     length: int = 128
     checkpoint: bool = False  # True: the backward recomputes blocks
-    loss: Literal["full", "chunked"] = "full"  # "full" has the logits of all tokens at once, "chunked" those of a chunk
-    clip: float | None = None  # the limit of the gradients' norm
+    loss: Literal["full", "chunked"] = "full"  # "full": all logits at once; "chunked": the logits of one chunk
+    clip: float | None = None  # the largest norm of the gradients; None: no limit
     overflow: bool = False  # True: the gradients of one step overflow
     device: str = "cpu"
-    card: int | None = None  # bytes of the device that torch may use; None: all
+    card: int | None = None  # bytes of the device's memory that torch may use; None: all
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields, for JSON."""
@@ -60,7 +60,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """The number of the model's parameters, from its shape."""
+        """The number of the model's parameters, computed from its shape."""
         head = self.hidden // self.heads
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * head
         biases = self.hidden + 2 * self.kv_heads * head
@@ -100,12 +100,15 @@ WORKLOADS = _named()
 
 
 def on_device(work: Workload, device: str) -> Workload:
-    """Returns the workload for another device, "cpu" or "cuda", with the device in its name."""
+    """Returns the workload for the device `device` ("cpu" or "cuda").
+
+    The name of the workload gets the device's name.
+    """
     return work if device == work.device else replace(work, device=device, name=f"{work.name}-{device}")
 
 
 def workload(values: dict[str, Any]) -> Workload:
-    """Returns the workload of the fields that `to_dict` returned."""
+    """Returns the workload with the fields `values`, which `to_dict` returned."""
     return Workload(**values)
 
 
@@ -126,7 +129,10 @@ def configuration(work: Workload) -> Any:
 
 
 def made(work: Workload) -> Any:
-    """Returns the model, ready to train, with the same values in every process. Takes the memory of one model."""
+    """Returns the model, ready to train. Its values are the same in every process.
+
+    Never uses more memory than one model takes.
+    """
     import torch
     import transformers
 
@@ -134,12 +140,15 @@ def made(work: Workload) -> Any:
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(configuration(work), dtype=dtype)
-    # DeepSpeed casts buffers, too, so all systems do.
+    # DeepSpeed casts not only parameters, but also buffers. This line does the same for all systems.
     return prepared(work, model.to(dtype))
 
 
 def prepared(work: Workload, model: Any) -> Any:
-    """Sets a model to training mode, and to the recomputation and the loss of the workload; returns it."""
+    """Prepares a model: training mode, the workload's activation checkpointing, and the workload's loss.
+
+    Returns the model.
+    """
     model.train()
     model.config.use_cache = False
     if work.checkpoint:
@@ -150,7 +159,10 @@ def prepared(work: Workload, model: Any) -> Any:
 
 
 def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
-    """Replaces the model's forward: neither it nor its backward has the logits of all tokens in memory at once."""
+    """Computes the loss in chunks, in place of the model's own forward.
+
+    Neither this forward nor its backward has the logits of all tokens in memory at the same time.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -165,10 +177,13 @@ def _chunked(model: Any, input_ids: Any, labels: Any) -> Any:
 
 
 def tokens(work: Workload) -> list[Any]:
-    """Returns the micro-batches of a step. They are the same in all steps, so that training makes the loss fall."""
+    """Returns the micro-batches of a step.
+
+    All steps have the same micro-batches, so that the loss falls in training.
+    """
     import torch
 
-    # The tokens are computed, since random numbers may differ between versions of torch.
+    # The tokens are not random, because random numbers may differ between versions of torch.
     shape = (work.micro_batches, work.batch, work.length)
     count = work.micro_batches * work.batch * work.length
     return list((torch.arange(count) * 7919 % 9973 % work.vocabulary).view(shape).to(work.device))

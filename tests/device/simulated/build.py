@@ -13,7 +13,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).parent
-# The major version of CUDA; declarations of its functions change between major versions.
+# torch must be built for this major version of CUDA, because the declarations of CUDA's functions change between major
+# versions.
 MAJOR = "13"
 
 
@@ -36,7 +37,7 @@ def headers() -> Path:
 
 @functools.cache
 def folder() -> Path:
-    """Builds the library, named like the CUDA driver's, unless it exists; returns its folder."""
+    """Builds the library under the file name of the CUDA driver, unless it is built already; returns its folder."""
     include = headers()
     if shutil.which("g++") is None:
         raise Unavailable("g++ is missing: apt-get install g++")

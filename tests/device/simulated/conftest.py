@@ -20,7 +20,10 @@ def _on_it():
 
 @pytest.fixture
 def simulated(_on_it, tmp_path):
-    """Returns a function that calls "MODULE.FUNCTION" of `device.simulated` in a fork and returns its result."""
+    """Returns a function that calls "MODULE.FUNCTION" of `device.simulated` in a forked process.
+
+    The returned function returns the result of this call.
+    """
     loaded, environment = _on_it
 
     def call(function, *, env=None, status=0, timeout=100, whole=False, **arguments):

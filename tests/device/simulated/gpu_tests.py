@@ -16,7 +16,7 @@ class Passed:
 
 
 def run(chosen):
-    """Runs the GPU tests with the files and names `chosen`; requires that no test fails; returns how many passed."""
+    """Runs the GPU tests that `chosen` lists; requires that no test fails; returns the number of tests that passed."""
     passed = Passed()
     words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu and not slow"]
     assert pytest.main([*words, *chosen], plugins=[passed]) == pytest.ExitCode.OK

@@ -16,7 +16,7 @@ from memascend.device.device import Device
 
 
 def checked(*, device="cuda", middle=lambda: None, **options):
-    """Trains two steps with every read checked; calls `middle` between forward and backward, and between steps."""
+    """Trains two steps and checks every read. Calls `middle` between forward and backward, and after each step."""
     with begun(gradients="fused", device=device, **options) as training:
         for step in range(2):
             training.check.step = step
@@ -43,7 +43,10 @@ def under_a_default_device():
 
 
 def second_device():
-    """Trains on the second device, which must make no context on the first one: a context takes memory."""
+    """Trains on the second device.
+
+    The run must make no context on the first device, because a context takes memory.
+    """
     with torch.cuda.device(1):
         return checked(device="cuda:1")
 
@@ -80,7 +83,7 @@ def linear(**options):
 
 
 def offloaded(model, **options):
-    # Warnings about a temporary store, or autocast over fp32 weights, do not matter here.
+    # Ignores warnings: those about the temporary store, and those about autocast over fp32 weights, do not matter here.
     warnings.simplefilter("ignore")
     return memascend.offload(model, made(model.parameters()), **options)
 
@@ -90,7 +93,7 @@ def usual(model):
 
 
 def trained(model, optimizer, backward=usual):
-    """Trains two steps; returns the number of committed steps, and the faults."""
+    """Trains two steps; returns the number of committed steps, and the forbidden uses of CUDA."""
     with optimizer:
         for _ in range(2):
             backward(model)
@@ -120,7 +123,10 @@ def refused_device():
 
 
 def dispatched(where):
-    """Trains a model that accelerate placed, as transformers does for `device_map=`, or returns offload()'s error."""
+    """Places a model with accelerate, as transformers does for `device_map=`, and trains it.
+
+    If offload() raises an error, returns the error.
+    """
     from accelerate import dispatch_model, infer_auto_device_map
 
     model, options = linear()
@@ -143,7 +149,10 @@ def dispatched(where):
 
 
 def prepared(before):
-    """Calls `Accelerator.prepare()` on a CUDA device, first if `before`, else on the results of offload(); trains."""
+    """Calls `Accelerator.prepare()` on a CUDA device, and trains.
+
+    The call comes before offload() if `before` is true, and otherwise after offload().
+    """
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
 
@@ -165,7 +174,10 @@ COUNT, STEPS = 4, 4
 
 
 def trainer(room):
-    """Trains with a Trainer in `room` times the device memory that the micro-batches of a step need together."""
+    """Trains with a Trainer.
+
+    The device memory is `room` times the memory that all micro-batches of a step need together.
+    """
     import transformers
 
     import memascend.trainer
@@ -211,7 +223,8 @@ def trainer(room):
         transformers.Qwen2ForCausalLM(config), arguments,
         train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8 * COUNT * STEPS, callbacks=[Limit()],
     )  # fmt: skip
-    # The simulated device computes nothing, so losses may not be finite: "commit" accepts them.
+    # The simulated device computes nothing, so losses may not be finite. With `nonfinite="commit"`, step() accepts
+    # losses that are not finite.
     memascend.trainer.offload(made, storage=folder + "/run.store", nonfinite="commit")
     made.train()
     return {

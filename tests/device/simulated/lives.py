@@ -1,4 +1,4 @@
-"""Trains on the simulated CUDA with errors, Ctrl-C, several models, forks and exits."""
+"""Trains on the simulated CUDA in runs with errors, Ctrl-C, several models, forks, and exits of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from device.simulated.order import ACTIVATION, Training, begun
 import memascend
 from memascend.activations.chunks import Chunks
 
-# Microseconds of delay per stream, enough that copies are in flight whenever a run or process ends.
+# The delay of each stream in microseconds. The delays are so long that copies are still in flight when a run or a
+# process ends.
 LATE = {"in": 3000, "out": 3000, "own": 1000}
 # Calls that make a step fail, and the errors that they raise.
 WAYS = {
@@ -28,7 +29,7 @@ WAYS = {
 
 
 def fails(where, gradients="fused", delays=None, **options):
-    """Makes a step fail at `where`, drops the step's gradients, and makes the same step again."""
+    """Makes a step fail at `where`, drops the gradients of the step, and repeats the step."""
     with begun(gradients=gradients, delays=delays or LATE, **options) as training:
         training.step(0)
         training.check.step = 1
@@ -61,7 +62,7 @@ def fails(where, gradients="fused", delays=None, **options):
 
 
 def _memory_is_anothers(training):
-    """Reuses all released memory, waits for copies in flight, and checks that no copy wrote to that memory."""
+    """Reuses all released memory, waits for copies in flight, and checks that no copy wrote to the reused memory."""
     gc.collect()
     training.optimizer._session.run.resources.activations._reap()
     check = training.check
@@ -72,7 +73,10 @@ def _memory_is_anothers(training):
 
 
 def _late(inward):
-    """Holds the stream of copies to the device, starts a timer that releases it after a second, and raises at once."""
+    """Holds the stream of copies to the device, and raises an error at once.
+
+    A timer releases the stream after one second.
+    """
     torch.cuda.current_stream().synchronize()
     runtime.hold(inward)
     threading.Timer(1, runtime.hold, (inward,), {"held": False}).start()
@@ -93,7 +97,7 @@ def _third_piece(stops):
 
 
 def several():
-    """Trains two models in turn, each while copies of the other are in flight."""
+    """Trains two models alternately. While one model trains, copies of the other model are in flight."""
     with contextlib.ExitStack() as stack:
         both = [Training(stack, gradients=mode, delays=LATE) for mode in ("fused", "ssd")]
         for step in range(2):
@@ -104,7 +108,7 @@ def several():
 
 
 def again():
-    """Runs two backwards of one retained graph; both read the graph's saved tensors."""
+    """Runs two backwards of one retained graph. Both backwards read the graph's saved tensors."""
     with begun("recomputed", gradients="ssd", activations="host") as training:
         check = training.check
         check.weights = training.twin.hashes()
@@ -116,7 +120,10 @@ def again():
 
 
 def narrow(**options):
-    """Trains with the smallest device_memory, which an error names, and a host budget that keeps all state in RAM."""
+    """Trains with all state in RAM, and with the smallest possible device_memory.
+
+    The error for device_memory=1 names the smallest possible device_memory.
+    """
     options = {"host_memory": "1GiB", **options}
     try:
         with begun(device_memory=1, **options):
@@ -134,7 +141,7 @@ def narrow(**options):
 def closed(slow="in", *, backward=False, dropped=False, **options):
     """Closes a run while copies are in flight, then frees the memory that the copies use.
 
-    With `dropped` the model is dropped without close().
+    If `dropped` is true, the model is dropped without a call of close().
     """
     with contextlib.ExitStack() as stack:
         training = Training(stack, delays={slow: 3000}, **options)
@@ -169,14 +176,14 @@ def _go_on_after(stream, gone):
 
 
 def forked():
-    """Forks a child that ends, which must not affect the parent's device."""
+    """Forks a child process. The end of the child must not affect the parent's device."""
     with begun(gradients="fused", delays=LATE) as training:
         training.step(0)
         training.check.step = 1
         found = training.forward()
         child = os.fork()
         if child == 0:
-            # Ends like a data loader's worker: without close(), and without hanging.
+            # The child ends as a worker of a data loader does, without close(). The child must not hang.
             del training, found
             sys.exit(0)
         assert os.waitpid(child, 0)[1] == 0
@@ -186,11 +193,14 @@ def forked():
 
 
 def accumulated(batches=(None, None, None), steps=3, *, delays=None, **options):
-    """Trains on micro-batches by layer, each without the block it names; from the second step on, each has a thread."""
+    """Trains on micro-batches by layer. Each item of `batches` is the number of a block to skip, or None.
+
+    From the second step on, each micro-batch has its own thread.
+    """
     with begun(delays={"in": 1000} if delays is None else delays, **options) as training:
 
         def loss_of(but):
-            # The loss must be a scalar: its backward begins with a one.
+            # The loss must be a scalar, so that its backward begins with a gradient of 1.
             return sum(y[:1].view(()) for y in training.forward(but))
 
         for step in range(steps):
@@ -206,7 +216,10 @@ def _draws(*_):
 
 
 def random_numbers():
-    """Compares random numbers that micro-batches draw on a device other than the current one, by layer and in turn."""
+    """Compares the random numbers of micro-batches by layer with those of a plain loop.
+
+    The micro-batches draw these numbers on a device that is not the current device.
+    """
     with begun(gradients="fused", device="cuda:1") as training:
         for block in training.model.blocks:
             block.register_forward_pre_hook(_draws)
@@ -222,7 +235,8 @@ def random_numbers():
             return loss_of(None)
 
         found = []
-        # The first step records the order of units; the second runs by layer and must draw as the third, a plain loop.
+        # The first step records the order of units. The second step runs by layer. The third step is a plain loop, and
+        # must draw the same random numbers as the second step.
         for step, by_layer in enumerate((True, True, False)):
             training.check.step = step
             drawn.clear()
@@ -243,7 +257,10 @@ def random_numbers():
 
 
 def clipped(**options):
-    """Trains with updates that begin before step() has the norm; `LOUD` steps discard and repeat their updates."""
+    """Trains with updates that begin before step() knows the norm.
+
+    The steps in `LOUD` discard these updates and repeat them.
+    """
     runtime.LOUD.update((2, 5))
     with begun(gradients="auto", max_grad_norm=10_000.0, **options) as training:
         for step in range(7):
@@ -252,7 +269,7 @@ def clipped(**options):
 
 
 def left(backward):
-    """Returns while copies are in flight and without close(), so that the interpreter ends then."""
+    """Returns without close() while copies are in flight, so that the interpreter exits during these copies."""
     training = Training(contextlib.ExitStack(), gradients="fused", delays=LATE)
     training.step(0)
     training.check.step = 1

@@ -1,4 +1,4 @@
-"""Does the work of a first Triton launch before programs are forked: imports, and a hash of Triton's files (0.5 s)."""
+"""Imports Triton and hashes its files (0.5 s) before programs are forked, so that the programs need not do this."""
 
 import triton.experimental.gluon  # noqa: F401
 from triton.runtime import cache

@@ -1,4 +1,4 @@
-"""Trains models on the simulated CUDA with every read checked in stream order, and counts the waits of a step."""
+"""Trains models on the simulated CUDA; checks that streams read only data that has arrived; counts waits of a step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from memascend.device.arena import DeviceArena
 from memascend.device.device import Device
 from memascend.plan.decision import ACTIVATION_CHUNKS, GRADIENT_WINDOWS, UNIT_CHUNKS
 
-# Makes the library's chunks and windows smaller, so that small models use several of each.
+# Makes the library's chunks and windows smaller, so that small models need several chunks and several windows.
 for sizes, nbytes in ((UNIT_CHUNKS, 1 << 20), (GRADIENT_WINDOWS, 1 << 20), (ACTIVATION_CHUNKS, 1 << 18)):
     (count,) = sizes.values()
     sizes.clear()
     sizes[nbytes] = count
-# Numbers of fp32 elements: the largest gradient takes three windows, a block and an activation three chunks each.
+# Numbers of fp32 elements. The largest gradient needs three windows. A block needs three chunks, and so does an
+# activation.
 LARGE, SMALL, ACTIVATION = 5 << 17, 3 << 13, 5 << 15
 # The shape of a matrix of SMALL elements.
 ROWS, COLUMNS = 3 << 6, 1 << 7
@@ -34,7 +35,8 @@ LR, MOMENTUM = 0.01, 0.9
 class Block(torch.nn.Module):
     def __init__(self, name, check):
         super().__init__()
-        # Stores the method, not the check, which keeps values: micro-batches by layer reject modules that keep values.
+        # Stores only the method `use`, not `check`. `check` keeps values, and micro-batches by layer reject a module
+        # that keeps values.
         self.name, self.use = name, check.use
         shapes = [(LARGE,), (ROWS, COLUMNS)]
         self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
@@ -50,9 +52,10 @@ class Block(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Blocks of one kind: "plain", "recomputed" (checkpointed), "tied", "streams" or "aside".
+    """A model of blocks; `kind` says how the model uses its blocks.
 
-    "streams" uses each block on two streams; "aside" runs every other block on the stream `side`.
+    "plain" calls each block once. "recomputed" checkpoints each block. "tied" shares one weight between the first and
+    the last block. "streams" calls each block on two streams. "aside" calls the blocks 1, 3, ... on the stream `side`.
     """
 
     def __init__(self, check, kind="plain", blocks=4):
@@ -61,7 +64,7 @@ class Net(torch.nn.Module):
         if kind == "tied":
             self.blocks[-1].weights[0] = self.blocks[0].weights[0]
         self.kind = kind
-        # In kinds with "streams" in the name, gradients come from two streams on purpose: torch must not warn of them.
+        # If the kind has "streams" in its name, gradients come from two streams on purpose, so torch must not warn.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch("streams" not in kind)
         self.side = torch.cuda.Stream()
 
@@ -84,7 +87,7 @@ class Net(torch.nn.Module):
             with torch.cuda.stream(self.side if self.kind == "aside" and index % 2 else own):
                 y = self._call(block, x, before)
             if "streams" in self.kind:
-                # Runs at the same time as the call above.
+                # Calls the block again on the stream `side`, at the same time as the call above.
                 with torch.cuda.stream(self.side):
                     found.append(self._call(block, x, before))
             x, before = y, f"output of {block.uses()[-1]}"
@@ -95,10 +98,10 @@ class Net(torch.nn.Module):
 
 
 class Twin:
-    """The same training on the CPU, which gives the expected weights of each step."""
+    """Trains the same model on the CPU, to get the expected weights of each step."""
 
     def __init__(self, model, optimizer, max_grad_norm=None):
-        # Lists all names of a parameter: a tied parameter has several.
+        # Lists each name of a parameter, because a tied parameter has several names.
         named = list(model.named_parameters(remove_duplicate=False))
         twins = {id(p): torch.nn.Parameter(p.detach().clone()) for _, p in named}
         self.by_name = {name: twins[id(p)] for name, p in named}
@@ -112,12 +115,16 @@ class Twin:
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """Steps with the patterns that `Use` writes as gradients; each of `batches` names a block that it skips."""
+        """Steps with the patterns that `Use` writes as gradients.
+
+        Each item of `batches` stands for a micro-batch: it is the number of the block that the micro-batch skips, or
+        None.
+        """
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:
             twin.grad = None
         for but in batches:
-            # Adds gradients in autograd's order: first those of one backward, then the sums of the backwards.
+            # Adds gradients in autograd's order: first the gradients of one backward, then the sums of all backwards.
             sums = {}
             for name in reversed(self._uses_of(but)):
                 twin = self.by_name[name]
@@ -125,7 +132,7 @@ class Twin:
                 sums[twin] = sums[twin] + gradient if twin in sums else gradient
             for twin, gradient in sums.items():
                 twin.grad = gradient if twin.grad is None else twin.grad + gradient
-        # All elements of a gradient are equal, so one gives the exact sum of squares.
+        # All elements of a gradient are equal, so one element is enough to compute the exact sum of squares.
         self.norm = math.sqrt(sum(twin.numel() * Fraction(twin.grad.view(-1)[0].item()) ** 2 for twin in twins))
         if self._max_norm is not None:
             factor = torch.tensor(min(self._max_norm / (self.norm + 1e-6), 1.0))
@@ -156,7 +163,7 @@ OPTIMIZERS = {
 
 
 class Training:
-    """A model, its twin, and its offloaded run."""
+    """The offloaded run of a model, and a `Twin` that trains the same model on the CPU."""
 
     def __init__(
         self,
@@ -231,8 +238,8 @@ def train(steps=2, side=False, fresh=False, **options):
 
     Args:
         steps: number of steps.
-        side: whether each step runs on a stream of its own.
-        fresh: whether the arena gets memory that a held stream has yet to write to.
+        side: whether each step runs on a new stream.
+        fresh: whether the arena gets memory to which a held stream still has to write.
         options: see `Training`.
     """
     with contextlib.ExitStack() as stack:
@@ -249,7 +256,10 @@ def train(steps=2, side=False, fresh=False, **options):
 
 
 def busy():
-    """Frees memory that a held stream has yet to write to; releases the stream once copies to the device have begun."""
+    """Frees memory to which a held stream still has to write.
+
+    Returns a thread that releases the stream once copies to the device have begun.
+    """
     block = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     own = torch.cuda.current_stream()
     runtime.hold(own)
@@ -258,7 +268,7 @@ def busy():
 
     def release():
         until(lambda: runtime.total("copy host to device"))
-        # Copies that do not wait for the held stream have ended by then.
+        # A faulty copy, which does not wait for the held stream, ends within this time.
         time.sleep(0.3)
         runtime.hold(own, held=False)
 
@@ -268,7 +278,10 @@ def busy():
 
 
 def close_with_pending_reads():
-    """Closes a run while a stream of the user has yet to compute with its weights, then reuses the memory."""
+    """Closes a run while a stream of the user is held, then reuses the run's memory.
+
+    The held stream still has to compute with the run's weights.
+    """
     with contextlib.ExitStack() as stack:
         training = Training(stack, gradients="fused", device_memory="64MiB")
         arena, side = training.optimizer._session.run.resources.units.arena, training.streams["side"]
@@ -289,9 +302,10 @@ def close_with_pending_reads():
 
 
 def added(by):
-    """Frees an arena while a held stream has yet to read its weights, then reuses the memory.
+    """Frees an arena while a held stream still has to read the arena's weights, then reuses the arena's memory.
 
-    `arena.add` allocates the last piece on the stream that reads it (`by="side"`), or on the computing stream.
+    The stream `side` reads the weights. With `by="side"`, `arena.add` allocates the arena's last piece on the stream
+    `side`. With `by="own"`, `arena.add` allocates this piece on the current stream.
     """
     nbytes = 4 << 20
     check, own, side = runtime.Check(), torch.cuda.current_stream(), torch.cuda.Stream()
@@ -311,7 +325,7 @@ def added(by):
 
     tensors = []
     if by == "own":
-        # Makes the stream `side` use the arena's first piece, and waits until it has finished.
+        # Makes the stream `side` use the arena's first piece, and waits until `side` has finished.
         tensors.append(leased())
         used(tensors[0])
         side.synchronize()
@@ -329,9 +343,9 @@ def added(by):
 
 
 def _used_anew(check, pieces, side, inward):
-    """Reuses released memory that the held stream `side` has yet to read; returns the result of `Check.compare`."""
+    """Reuses released memory that the held stream `side` still has to read; returns the result of `Check.compare`."""
     gc.collect()
-    # Waits until copies into the memory have ended, too.
+    # Waits until all copies into the released memory have ended.
     inward.synchronize()
     for nbytes in pieces:
         check.fill(torch.empty(nbytes, dtype=torch.uint8, device="cuda"), "another's")
@@ -347,7 +361,10 @@ BLOCK_BYTES = 4 * (LARGE + SMALL)
 
 
 def counted(gradients, kind, **options):
-    """Returns the counts of the third step's forward and backward, and of its `step()`, by thread and action."""
+    """Counts the actions of each thread in the third step.
+
+    Returns the counts of the forward and backward, and the counts of `step()`.
+    """
     with begun(kind, gradients=gradients, **options) as training:
         for step in range(2):
             training.step(step)
@@ -364,7 +381,7 @@ def counted(gradients, kind, **options):
 
 
 def uploads_go_on():
-    """Queues a forward on a held stream; requires that all units arrive on the device meanwhile."""
+    """Queues a forward on a held stream; requires that all units arrive on the device while the stream is held."""
     with begun(gradients="fused", device_memory="64MiB") as training:
         own, inward = training.streams["own"], training.streams["in"]
         runtime.hold(own)
@@ -380,7 +397,10 @@ def uploads_go_on():
 
 
 def downloads_go_on():
-    """Holds the computing stream before the last backward of a block until a block's gradients are on the host."""
+    """Holds the computing stream in a backward, before block 0, the last block of a backward.
+
+    Requires that the gradients of another block arrive on the host while the stream is held.
+    """
     with begun(gradients="fused") as training:
         training.step(0)
         training.check.step = 1

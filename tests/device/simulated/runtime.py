@@ -1,8 +1,8 @@
 """Reads the simulated CUDA's counts, delays its streams, and defines operations that check the order of reads.
 
-A `Check` follows the training of a model that consists of `Use` operations. Each read of a weight or of a saved
-activation hashes the bytes that the stream finds when it reaches the read; each gradient is a pattern. The same
-training on the CPU gives the expected hashes.
+A `Check` observes the training of a model that consists of `Use` operations. Each read of a weight or of a saved
+activation computes a hash of the bytes that the stream finds when it runs the read. Each gradient is filled with a
+known pattern. The same training on the CPU gives the expected hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ library.simulated_hold.argtypes = [_POINTER, ctypes.c_int]
 library.simulated_hash.restype = library.simulated_result.restype = ctypes.c_uint64
 
 RESULTS_MAX = 1 << 18
-# Numbers of the steps whose gradients are 16 times as large.
+# The numbers of the steps whose gradients are multiplied by 16.
 LOUD: set[int] = set()
 
 
@@ -41,7 +41,7 @@ def _text(function):
 
 
 def counts():
-    """Returns how often each thread did each action, by (thread, action); Python's threads have Python's names."""
+    """Returns how often each thread did each action, by (thread, action). Threads of Python have their Python name."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found = Counter()
     for line in _text(library.simulated_counts).splitlines():
@@ -77,8 +77,9 @@ def hold(stream, held=True):
 
 
 def on(tensor, function, *arguments):
-    """Queues a function of the library on a tensor, in the caller's current stream of the tensor's device."""
-    # The default streams of all devices have the same handle, which stands for the current device's default stream.
+    """Calls `function` of the library for a tensor, to queue work on the current stream of the tensor's device."""
+    # The default streams of all devices have the same handle, which stands for the default stream of the current
+    # device. So the device of `tensor` must be current.
     with torch.cuda.device(tensor.device):
         stream = torch.cuda.current_stream().cuda_stream
         function(stream, tensor.data_ptr(), tensor.nbytes, *arguments)
@@ -90,7 +91,10 @@ def hashed(tensor):
 
 
 def pattern(name, step):
-    """Returns the two bytes that fill a tensor of this name in this step; two such pairs are an fp32 from 1 to 1.9."""
+    """Returns the two bytes that fill a tensor of this name in this step.
+
+    These two bytes, repeated, are fp32 numbers from 1 to 1.9. In a step of `LOUD`, the numbers are 16 times as large.
+    """
     return 0x3F80 + zlib.crc32(f"{name} {step}".encode()) % 0x70 + (0x200 if step in LOUD else 0)
 
 
@@ -100,7 +104,7 @@ def filled(shape, element):
 
 
 def begin_check(tensors, sums):
-    """Replaces `kernels.begin_check`: also queues the sums, which the kernel does not compute on a simulated device."""
+    """Stands in for `kernels.begin_check`. Also queues sums by the library: kernels compute nothing here."""
     _begin_check(tensors, sums)
     for tensor, row in zip(tensors, sums, strict=True):
         assert tensor.dtype == torch.float32
@@ -108,7 +112,7 @@ def begin_check(tensors, sums):
 
 
 def stack(tensors):
-    """Replaces `torch.stack` by copies, as torch's kernel does nothing on a simulated device."""
+    """Stands in for `torch.stack` and copies the tensors, because torch's kernel does nothing on a simulated device."""
     if tensors[0].device.type == "cpu":
         return _stack(tensors)
     out = torch.empty(len(tensors), *tensors[0].shape, dtype=tensors[0].dtype, device=tensors[0].device)
@@ -122,40 +126,43 @@ _stack, torch.stack = torch.stack, stack
 
 
 class Check:
-    """The values that streams found, and the expected ones."""
+    """Records the bytes that streams find, and compares them with the expected bytes."""
 
     def __init__(self):
         self.step = 0
         # For each queued read: (number of the result, description, expected hash).
         self._reads = []
         self._patterns = {}
-        # By name: hashes of the weights after the last step of the training on the CPU.
+        # The hash of each weight, by name, after the last step of the training on the CPU.
         self.weights = {}
         self.wrong = []
         self.checked = 0
-        # The name of an operation whose backward fails, and the call that fails it.
+        # The name of the operation whose backward must fail, and a function that raises the error; or None.
         self.fails = None
 
     def use(self, x, weight, name, before):
-        """Applies a `Use` of `weight` to `x`, whose pattern is `before`; returns the output and its pattern's name."""
+        """Applies `Use` with `weight` to `x`; returns the output, and the name of the output's pattern.
+
+        `before` is the name of the pattern of `x`.
+        """
         return Use.apply(x, weight, name, before, self), f"output of {name}"
 
     def read(self, tensor, what, expected):
-        """Queues a read of a tensor, which must find the hash `expected`."""
+        """Queues a read of a tensor. The bytes that the stream then finds must have the hash `expected`."""
         number = len(self._reads)
         assert number < RESULTS_MAX
         on(tensor, library.simulated_read, number)
         self._reads.append((number, f"{what} in step {self.step}", expected))
 
     def read_pattern(self, tensor, what, name):
-        """Queues a read of a tensor, which must find the pattern `name` of this step."""
+        """Queues a read of a tensor. The stream must then find the pattern `name` of the current step."""
         key = tensor.nbytes, pattern(name, self.step)
         if key not in self._patterns:
             self._patterns[key] = hashed(filled((tensor.nbytes // 4,), key[1]))
         self.read(tensor, what, self._patterns[key])
 
     def fill(self, tensor, name):
-        """Queues a write of the pattern `name` of this step to a tensor."""
+        """Queues a write that fills a tensor with the pattern `name` of the current step; returns the tensor."""
         on(tensor, library.simulated_fill, pattern(name, self.step))
         return tensor
 
@@ -166,13 +173,16 @@ class Check:
             self.wrong.append(f"{what} in step {self.step}")
 
     def number(self, found, expected, what):
-        """Compares a number that the device computed with the expected one."""
+        """Compares a number that the device computed with the expected number."""
         self.checked += 1
         if found != expected:
             self.wrong.append(f"{what} in step {self.step}: {found}, not {expected}")
 
     def compare(self):
-        """Waits for the devices, compares all queued reads, and returns the number of checks, the errors and faults."""
+        """Waits for the devices, and compares all queued reads with the expected hashes.
+
+        Returns the number of checks, the checks that failed, and the faults.
+        """
         for device in range(torch.cuda.device_count()):
             # On a device without a context, synchronize() would make one.
             if library.simulated_active(device):

@@ -1,4 +1,4 @@
-"""Tests that users' habits, GPU tests that compare no computed values, and benchmarks work on the simulated CUDA."""
+"""Runs users' habits, benchmarks, and GPU tests that compare no computed values, on the simulated CUDA."""
 
 import json
 import os
@@ -11,8 +11,9 @@ from device.simulated.test_order import LONG, fine
 from support.grids import usual
 
 pytestmark = [pytest.mark.simulated, pytest.mark.timeout(300)]
-# By file: the number of tests that pass, and their names (an empty list: the whole file). These tests look at memory,
-# registration, waits, launches and copies only; other tests compare values that kernels compute.
+# For each file: how many tests must pass, and the names of the tests to run (an empty list runs the whole file). These
+# tests look only at memory, registration, waits, launches and copies. Other GPU tests compare values that kernels
+# compute, and the simulated device computes nothing.
 WITHOUT_NUMBERS = {
     "device/test_staging.py": (13, []),
     "device/test_device.py": (
@@ -59,12 +60,12 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - the fixture
         env=build.environment(), cwd=build.ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    # Three dtypes with three peers each, but torch lacks one of the peers for bf16.
+    # The benchmark compares three dtypes with three peers each, but torch does not have one of these peers for bf16.
     assert done.stdout.count("check ") == 8
 
 
-# The simulated device computes nothing. This start-up code accepts losses that are not finite, and disables cuDNN, and
-# TRL, whose loss takes the size of a tensor from values on the device.
+# The simulated device computes nothing, so this start-up code accepts losses that are not finite. It also disables
+# cuDNN, and disables TRL, because TRL's loss takes the size of a tensor from values on the device.
 WITHOUT_THEM = """
 import math, sys, torch
 math.isfinite = lambda _: True
@@ -76,7 +77,7 @@ sys.modules["trl"] = None
 @LONG
 @pytest.mark.timeout(600)
 def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture builds the library
-    """The benchmark's cells of memascend and of torch make steps on the simulated device."""
+    """The benchmark's cells for memascend and for torch must complete steps on the simulated device."""
     shape = {
         "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": True,
@@ -106,7 +107,11 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture b
 @LONG
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
 def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
-    """A step by layer takes the predicted memory; with less room, micro-batches run one after the other."""
+    """A step by layer must take as much memory as predicted.
+
+    If `fits` is false, the device memory is too small for a step by layer. Then micro-batches must run one after the
+    other.
+    """
     found = simulated("habits.trainer", room=room, env={"CUDA_VISIBLE_DEVICES": "0"}, timeout=200)
     assert found["steps"] == 4
     assert not found["faults"]
@@ -132,7 +137,7 @@ def test_the_first_device(simulated, habit):
 
 
 def test_the_second_device(simulated):
-    """The first device gets no context, which would take memory."""
+    """The first device must get no context, because a context takes memory."""
     found = simulated("habits.second_device")
     fine(found)
     assert found["on"] == "cuda:1"
@@ -176,7 +181,10 @@ def test_a_model_that_accelerate_places(simulated, habit, how):
 
 @pytest.mark.parametrize("where", ["several", "offloaded"])
 def test_a_device_map_that_divides(simulated, where):
-    """offload() raises before it changes anything: weights that accelerate keeps elsewhere would be lost."""
+    """offload() must raise an error before it changes anything.
+
+    Otherwise the weights that accelerate keeps outside this device would be lost.
+    """
     pytest.importorskip("accelerate")
     found = simulated("habits.dispatched", where=where)
     assert found["refused"] == "ConfigError"

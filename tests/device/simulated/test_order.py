@@ -1,4 +1,4 @@
-"""Tests that streams read weights, activations and gradients only after they arrive, and counts a step's waits."""
+"""Tests that streams read weights, activations and gradients only after their arrival; counts the waits of a step."""
 
 import pytest
 from support.grids import covered
@@ -7,7 +7,8 @@ LONG = pytest.mark.slow
 pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# Cases that `make test` runs. It also runs the cases of `SHORT_LATE`, which cover plain and recomputed models.
+# The cases that `make test` runs. `make test` also runs the cases of `SHORT_LATE`, which cover plain and recomputed
+# models.
 SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
@@ -30,7 +31,7 @@ def test_order(simulated, kind, mode):
 
 @pytest.mark.parametrize(("mode", "activations", "slow"), covered(MODES, ["host", "ssd"], ["in", "own", "out"]))
 def test_order_of_arrival(simulated, mode, activations, slow):
-    """Each step has a stream of its own, and one kind of work is late."""
+    """Each step runs on a new stream, and one stream (`slow`) is delayed."""
     # An activation of this size has more pieces than there are chunks.
     larger = {"activation": 5 << 17} if activations == "ssd" else {}
     options = {"kind": "recomputed", "gradients": mode, "activations": activations, "side": True, **larger}
@@ -47,7 +48,7 @@ def late(what, microseconds=SLOW_US, **options):
 SHORT_LATE = {"compute", "closed with gradients"}
 
 
-# In each case a single wait in memascend/device keeps the reads right; a fault in tests/mutants removes this wait.
+# In each case, only one wait in memascend/device keeps the reads correct. A mutant in tests/mutants removes this wait.
 @pytest.mark.parametrize(
     ("life", "options"),
     [
@@ -101,7 +102,7 @@ def test_lives(simulated, life):
             for options in (
                 {"kind": "recomputed", "activations": "host", "delays": {"in": 1000}},
                 {"kind": "streams", "delays": {"side": SLOW_US}},
-                # One micro-batch skips a block: the stream on which this block's gradients are complete changes.
+                # One micro-batch skips a block. This changes the stream on which the block's gradients are complete.
                 {"kind": "aside", "delays": {"side": SLOW_US}, "batches": [None, None, 1]},
                 {"kind": "aside", "delays": {"own": SLOW_US}, "batches": [None, 2, None]},
                 {"kind": "tied", "delays": {"out": SLOW_US}, "optimizer": "several"},
@@ -127,7 +128,7 @@ def test_random_numbers_of_micro_batches(simulated):
     [("fused", "in"), *(pytest.param(mode, late, marks=LONG) for mode in (*MODES, "auto") for late in ("own", "out"))],
 )
 def test_several_optimizers(simulated, gradients, slow):
-    """Muon's own code runs on whole matrices on the engine's thread; the engine itself computes AdamW."""
+    """The engine's thread runs Muon's own code on whole matrices. The engine itself computes AdamW."""
     fine(
         simulated(
             "order.train", kind="aside", gradients=gradients, optimizer="several", steps=3, delays={slow: SLOW_US}
@@ -140,7 +141,10 @@ def test_several_optimizers(simulated, gradients, slow):
     [("sgd", "out"), *(pytest.param(of, late, marks=LONG) for of in ("sgd", "several") for late in ("own", "in"))],
 )
 def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
-    """step() keeps some early updates; it discards the rest and repeats them from the written gradient."""
+    """step() keeps the early updates of one step.
+
+    In two other steps, step() discards the early updates, and repeats them from the written gradients.
+    """
     found = simulated("lives.clipped", optimizer=optimizer, kind="aside", delays={slow: 1000})
     fine(found, 150)
     assert found["early"] == {"steps": 3, "anew": 2}
@@ -173,7 +177,7 @@ def test_a_model_that_is_dropped(simulated, options):
     fine(simulated("lives.closed", dropped=True, gradients="fused", **options))
 
 
-# --- waits, counted and not timed; copies beside computation --------------------------------------
+# --- numbers of waits; copies that run during computation -----------------------------------------
 
 WORKERS = "memascend-"
 WAITS = [
@@ -200,7 +204,8 @@ def test_a_step_waits_once(simulated, gradients, options):
     passes, step = simulated("order.counted", gradients=gradients, kind="recomputed", **options)
     synchronised, events = waits(passes)
     assert synchronised <= 1, passes
-    # At most two checkpoints may have uncopied activations on the device: the third waits for the copy of the first.
+    # At most two checkpoints may have uncopied activations on the device. The third checkpoint waits for the copy of
+    # the first checkpoint.
     assert events == 0 or "activations" in options, passes
     assert waits(step)[0] <= 1, step
     assert waits(step)[1] == 0, step
@@ -216,7 +221,10 @@ def test_a_step_waits_once(simulated, gradients, options):
     ("gradients", "launches"), [("fused", (8, 0)), ("ram", (0, 1)), pytest.param("ssd", (0, 0), marks=LONG)]
 )
 def test_gradients_are_checked_by_few_launches(simulated, gradients, launches):
-    """One launch checks each gradient of "fused", or all gradients of "ram" together; "ssd" needs none."""
+    """With "fused", each gradient has its own launch of the check. With "ram", one launch checks all gradients.
+
+    With "ssd", the device checks no gradient.
+    """
     found = simulated("order.counted", gradients=gradients, kind="plain")
     kernels = [{what: number for _, what, number in part if what.startswith("launch of ")} for part in found]
     assert tuple(part.pop("launch of check_kernel", 0) for part in kernels) == launches

@@ -1,4 +1,4 @@
-"""Collects the tests of this folder only if TRITON_INTERPRET=1, as in the process that test_triton.py starts."""
+"""Collects the tests of this folder only if TRITON_INTERPRET=1. test_triton.py starts pytest with this setting."""
 
 import os
 
@@ -20,9 +20,10 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def _round_like_a_gpu(monkeypatch):
-    """Makes the interpreter convert as a GPU does: rounding to nearest even, and with the denormals of bf16.
+    """Makes the interpreter convert dtypes as a GPU does: it rounds to nearest even, and keeps the denormals of bf16.
 
-    The interpreter itself truncates fp32 to bf16, and loses denormals. test_triton.py checks the compiled instruction.
+    Without this fixture, the interpreter truncates fp32 to bf16 and loses denormals. test_triton.py checks the
+    instruction that the compiler generates for a GPU.
     """
     inexact = interpreter.InterpreterBuilder.cast_impl
 
@@ -42,6 +43,9 @@ def _round_like_a_gpu(monkeypatch):
 
 
 def _fma_that_rounds_once(_builder, x, y, z):
-    """Computes `x * y + z` and rounds once, as GPUs do; older interpreters round the product and then the sum."""
+    """Computes `x * y + z` and rounds the result once, as GPUs do.
+
+    Interpreters of triton before 3.9 round the product and then the sum.
+    """
     total = blockwise.fma(*(torch.from_numpy(np.array(one.data)) for one in (x, y, z)))
     return interpreter.TensorHandle(total.numpy(), z.dtype.scalar)

@@ -1,4 +1,4 @@
-"""Tests the Triton bodies, interpreted on CPU tensors, against the torch references."""
+"""Tests the Triton kernels against the torch references. Triton interprets the kernels on CPU tensors."""
 
 import math
 
@@ -18,7 +18,7 @@ from memascend.tensors import rounded
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHUNK = check_jit.CHUNK
-# Elements of the largest tile; tiles of fp32 are half as large.
+# The number of elements in the largest tile. A tile of fp32 has half of this number.
 TILE = check_jit.ROWS * check_jit.constants(torch.bfloat16)["COLUMNS"]
 LENGTHS = [1, 2, 15, TILE - 1, TILE, TILE + 1, CHUNK, CHUNK + 1]
 SUMS = [*covered(LENGTHS, [False], DTYPES), *covered([1, TILE + 1], [True], DTYPES)]
@@ -27,12 +27,12 @@ MAGNITUDES = ["highest", "higher", "lowest", "rising", "falling", "alternating",
 BOUNDARIES = [0, 15, 16, TILE - 1, TILE, CHUNK - 1, CHUNK, CHUNK + 40]
 PLACES = [*((where, math.inf) for where in BOUNDARIES), (TILE, -math.inf), (CHUNK + 40, math.nan)]
 
-# The interpreter computes with numpy, which warns where infinities meet; a GPU does not.
+# The interpreter computes with numpy, which warns about operations on infinities. A GPU does not warn.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def spread(numel, dtype, seed=0):
-    """Returns random values with all exponents of a dtype, denormals too."""
+    """Returns random values whose exponents cover the range of a dtype, including denormals."""
     generator = torch.Generator().manual_seed(seed)
     low, high = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 14)}[dtype]
     exponents = torch.randint(low, high, (numel,), generator=generator)
@@ -47,7 +47,7 @@ def found(tensors, factor=1.0):
 
 
 def folded(tensors, factor=1.0):
-    """Returns the results of `check_and_unscale` for all tensors, as Python numbers."""
+    """Checks and unscales all tensors together; returns both results of the kernel as Python numbers."""
     sums = new_sums(1, CPU)
     check_jit.begin([(0, tensor) for tensor in tensors], factor, sums)
     nonfinite, squares = check_jit.fold(sums)
@@ -70,16 +70,16 @@ def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
 
 
 def tiles(dtype):
-    """Returns tensors by name. The tiles of a tensor differ in magnitude from the previous tiles."""
+    """Returns tensors by name. Within a tensor, the magnitudes differ from tile to tile."""
     limits = torch.finfo(dtype)
     full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
     least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)
     few = torch.zeros(TILE, dtype=dtype)
     few[::97] = 2.0**-12
     mixed = torch.where(torch.arange(TILE) % 5 == 0, least, full)
-    # The first tile's grid has room for a factor of two: the other tiles set its highest bits.
+    # The grid of the first tile has room for a factor of two. The other tiles set the highest bits of this grid.
     highest = torch.cat([full, full.repeat(CHUNK // TILE - 1) * 2])
-    # For each power of two: the value with one significant bit, with the first and the last, and with all bits.
+    # For each power of two, three values: with one significant bit, with the first and the last bit, and with all bits.
     powers = 2.0 ** -torch.arange(64.0)[:, None] * torch.tensor([1, 1 + limits.eps, 2 - limits.eps])
     edges = torch.cat([powers.reshape(-1), torch.zeros(TILE - powers.numel())]).to(dtype)
     return {
@@ -97,7 +97,7 @@ def tiles(dtype):
 def test_tiles_of_other_magnitudes(case, dtype):
     values = tiles(dtype)[case]
     assert found([values]) == [kernels.checked(values)]
-    # The kernel reads some tiles a second time, and must not multiply them again.
+    # The kernel reads some tiles a second time, and must not multiply these tiles by the factor again.
     scaled, expected = values.clone(), values.clone()
     reference = check_and_unscale_reference([expected], 0.3, CPU)
     assert folded([scaled], 0.3) == (reference[0].item(), rounded(kernels.checked(expected)[1]))
@@ -110,7 +110,7 @@ def test_tiles_of_other_magnitudes(case, dtype):
 @pytest.mark.parametrize(("place", "dtype"), covered(PLACES, DTYPES), ids=str)
 def test_one_nonfinite_is_found(place, dtype):
     where, bad = place
-    # All other elements are zero, so only the borders of tiles and chunks matter.
+    # All other elements are zero, so only the position of the non-finite element matters.
     tensor = torch.zeros(CHUNK + 41, dtype=dtype)
     tensor[where] = bad
     (exact,), rounded_once = found([tensor]), folded([tensor], 0.5)
@@ -132,10 +132,13 @@ def test_a_result_that_overflows_its_dtype_is_found():
     assert tensor.isinf().all()
 
 
-# The last magnitude but one has all bits set, at the highest place of its grid.
+# In the magnitude `1 - 2.0**-24`, all bits are set, and these bits have the highest position in their grid.
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
-    """The sums of squares on a grid are as large as possible here; a float would lose their last bits."""
+    """Here the integer sums of squares on a grid are as large as possible.
+
+    A float would lose the last bits of these sums.
+    """
     tensor = torch.full((2 * TILE + 5,), magnitude)
     assert folded([tensor]) == (False, math.fsum(tensor.double().square().tolist()))
 
@@ -143,7 +146,8 @@ def test_equal_magnitudes(magnitude):
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("tiny", [0.0, 2.0**-149])
 def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, tiny):
-    # The squares add to 2^80 + 2^27, a tie: the last bit of 2^80 is 2^28. `odd` adds 2^28, which sets that bit.
+    # The squares add to 2^80 + 2^27. This sum is a tie, because the last bit of 2^80 in float64 is 2^28. `odd` adds
+    # 2^28, which sets this last bit.
     tie = [2.0**40, 2.0**13, 2.0**13, *([2.0**14] if odd else [])]
     values = torch.tensor([*tie, tiny])
     up = 2.0**28 * (2 if odd else 0) if not tiny else 2.0**28 * (2 if odd else 1)

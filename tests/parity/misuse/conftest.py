@@ -1,4 +1,4 @@
-"""Provides a small offloaded model for one test, and closes it."""
+"""Provides fixtures: a small offloaded model that is closed after the test, and a check that a call changed nothing."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ __all__ = ["faulty"]
 
 
 class Training:
-    """An offloaded model, its optimizer, and batches."""
+    """An offloaded model, the model's optimizer, and batches to train with."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
@@ -45,7 +45,8 @@ class Training:
 def offloaded(tmp_path):
     """Returns a function that offloads a model, by default a small stack with AdamW, to the file run.store.
 
-    The budget may be "smallest": the smallest that works, which `offload()` names in its BudgetError.
+    With host_memory="smallest", the function uses the smallest budget that works. A BudgetError of `offload()` names
+    this budget.
     """
     made = []
 
@@ -71,7 +72,10 @@ def offloaded(tmp_path):
 
 @pytest.fixture
 def unchanged():
-    """Returns a function that records a model, optimizer and file, and returns a check that a call changed nothing."""
+    """Returns `remember`, which records a model, an optimizer and a file.
+
+    `remember` returns a function `check`, which requires that the model, the optimizer and the file have not changed.
+    """
 
     def remember(model, optimizer, storage=None):
         def picture():

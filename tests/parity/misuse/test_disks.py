@@ -1,4 +1,4 @@
-"""Tests disks that fail in any phase: the call that meets the error raises, and the last commit stays valid."""
+"""Tests disks that fail in any phase: the call that uses the failing disk raises, and the last commit stays valid."""
 
 import contextlib
 import errno
@@ -20,8 +20,12 @@ EIO = {"errno": errno.EIO}
 
 @pytest.fixture
 def on_it(offloaded, faulty, tmp_path):
-    """Returns a function that offloads to the faulty disk in the smallest budget, so that each phase uses the disk."""
-    # The first call needs "refuse": the disk is a file of zeros, where "resume" does not create a store.
+    """Returns a function that offloads a model to the faulty disk.
+
+    The function uses the smallest budget, so that each phase of a step reads or writes the disk.
+    """
+    # The first call must create the store, so the call uses existing="refuse". The disk is a file of zeros, and
+    # "resume" creates no store in such a file.
     existing = iter(["refuse"])
 
     def make(**options):
@@ -67,8 +71,8 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     training.step(0)
     before = training.weights()
     if durability == "none":
-        # The first commit with durability="none" flushes a root that marks the store as unclosed: later commits
-        # overwrite data that the earlier root names.
+        # Opens the store again, so that the next commit is the first commit with durability="none". This commit flushes
+        # a root that marks the store as unclosed, because later commits overwrite data that the previous root names.
         training.optimizer.close()
         training = on_it(gradients=gradients, durability=durability)
     with pytest.raises(StorageError) as error:
@@ -77,7 +81,7 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     assert str(faulty.path) in str(error.value)
     assert training.optimizer.steps == 1
     faulty.set()
-    with contextlib.suppress(StorageError):  # raised after a failed flush: the store must be opened again
+    with contextlib.suppress(StorageError):  # after a failed flush, the store must be opened again
         training.optimizer.zero_grad()
     training.optimizer.close()
     training.optimizer.close()
@@ -106,7 +110,8 @@ def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
     training.step(1)
     training.optimizer.close()
     bytes_before = faulty.path.read_bytes()
-    # The verification's eighty reads take sixteen seconds; SIGALRM interrupts them after three.
+    # With this delay, the eighty reads of the verification take 16 seconds. SIGALRM interrupts the verification after 3
+    # seconds.
     faulty.set(delay=0.2)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 3)
@@ -175,5 +180,5 @@ def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
     training.step(1)
     assert training.optimizer.steps == 5
     assert not torch.equal(before["1.weight"], training.weights()["1.weight"])
-    # Closes the run before the fixture unmounts the disk with its store.
+    # Closes the run here, because the fixture `small_disk` then unmounts the disk.
     training.optimizer.close()

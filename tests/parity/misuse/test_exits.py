@@ -1,4 +1,4 @@
-"""Tests that a process keeps its own exit status and error after an interruption, and that nothing outlives a model."""
+"""Tests that memascend does not change the exit status and error of a process, and that no memory outlives a model."""
 
 import gc
 import os
@@ -15,7 +15,8 @@ from torch import nn
 import memascend
 from memascend.engine import Store
 
-# Each program leaves a backward unfinished; its graph holds saved tensors of memascend.
+# All programs begin with this code. Most programs then leave a backward unfinished, so that the graph still holds saved
+# tensors of memascend when the process ends.
 BEGIN = """
 import sys, threading, torch, memascend
 from torch import nn
@@ -46,7 +47,7 @@ loss().backward()
 optimizer.step()
 optimizer.zero_grad()
 """
-# The second backward raises: "fused" takes one gradient per parameter.
+# The second backward raises, because "fused" accepts only one gradient per parameter and step.
 TWICE = "loss().backward()\nloss().backward()\n"
 CAUGHT = "loss().backward()\ntry:\n    loss().backward()\nexcept memascend.UsageError:\n    pass\n"
 EXIT = """
@@ -68,7 +69,8 @@ for target in (work, optimizer.close):
     thread.start()
     thread.join()
 """
-# By case: how the blocks are computed, the program, and the error that the program raises, or its exit status.
+# For each case: how the blocks are computed, the code of the program, and the result of the program. The result is the
+# exit status, or the name of the error that the program raises.
 ENDS = {
     "the end": ("", "", 0),
     "in the middle of a step": ("", "loss().backward()", 0),
@@ -79,7 +81,7 @@ ENDS = {
     "kept": ("kept", CAUGHT, 0),
     "exit": ("", EXIT, 3),
     "closed elsewhere": ("", CLOSED_ELSEWHERE, 0),
-    # The raised error still holds the failed backward.
+    # The variable `error` keeps the failed backward alive.
     "held": ("", CAUGHT.replace("    pass", "    error = sys.exc_info()"), 0),
 }
 
@@ -117,7 +119,7 @@ def handle(*_):
     raise KeyboardInterrupt
 
 def interrupts(gradient):
-    # After the first Ctrl-C accumulate() waits for the micro-batch; after the second it does not.
+    # After the first Ctrl-C, accumulate() waits for the micro-batch. After the second Ctrl-C, it stops waiting.
     os.kill(os.getpid(), signal.SIGINT)
     handled.wait()
     os.kill(os.getpid(), signal.SIGINT)
@@ -132,7 +134,7 @@ def loss_of(x):
     return out.square().sum()
 
 class Slow:
-    # Freeing `slow`, which Python does last, takes longer than the backward.
+    # Python frees `slow` last. Freeing `slow` takes longer than the backward.
     def __del__(self, sleep=time.sleep):
         sleep(1)
 
@@ -148,14 +150,14 @@ left.set()
 
 
 def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
-    """After a second Ctrl-C has ended accumulate() during a backward, its threads end before Python does."""
+    """If a second Ctrl-C ends accumulate() during a backward, the threads of accumulate() end before Python ends."""
     said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "", whole=True)
     assert "left: True" in said
     assert "alive: False" in said
 
 
 def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
-    """The interrupted backward removes the saved-tensor hooks that it pushed; the user's hooks are on top again."""
+    """An interrupted backward removes the saved-tensor hooks that it added, so the user's hooks are active again."""
     torch.manual_seed(0)
     model = Model(16, 3, reentrant=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="ssd")
@@ -191,7 +193,10 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
 
 
 def test_a_backward_that_failed_holds_nothing(tmp_path):
-    """zero_grad() frees a failed backward's activations, which torch would keep until the thread's next backward."""
+    """zero_grad() frees the activations of a failed backward.
+
+    Without zero_grad(), torch would keep the activations until the next backward.
+    """
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="fused")
     kept = weakref.WeakSet()

@@ -14,7 +14,8 @@ from torch import nn
 import memascend
 from memascend import BudgetError, ConfigError, StorageError, UsageError
 
-# tests/plan/test_options.py tests the values that `Options` rejects. Here, one of them shows that nothing changes.
+# Each value is wrong, so offload() must raise and change nothing. tests/plan/test_options.py tests all values that
+# `Options` rejects.
 OPTIONS = {
     "gradients": "sometimes",
     "host_memory": 1,
@@ -46,7 +47,8 @@ class AdamW8bit(torch.optim.AdamW):
 
 
 NO_BITSANDBYTES = r'^AdamW8bit of bitsandbytes is rejected.*state="8bit"'
-# The model, the optimizer, further options, and a pattern of the error.
+# For each case: the model, the optimizer, further options of offload(), and a regular expression that the error
+# matches.
 REFUSED = {
     "bitsandbytes": (Stack, lambda model: AdamW8bit(model.parameters()), {}, NO_BITSANDBYTES),
     "bitsandbytes in 8 bits": (Stack, lambda model: AdamW8bit(model.parameters()), {"state": "8bit"}, NO_BITSANDBYTES),
@@ -91,7 +93,7 @@ def test_a_model_is_offloaded_once(offloaded, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"])
 def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, kind):
-    """A wrapper raises an error that names fully_shard, both before offload() and after it."""
+    """offload() rejects a wrapped model, and wrapping an offloaded model raises. The errors name fully_shard."""
     wrap = {
         "DataParallel": nn.DataParallel,
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
@@ -146,7 +148,7 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
 
 
 def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged):
-    """The error names some of the records, shapes and dtypes that differ, and counts the others."""
+    """The error names some of the records, shapes and dtypes that differ, and counts the remaining differences."""
     offloaded(steps=1).optimizer.close()
     there = Stack()
 
@@ -162,12 +164,12 @@ def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, u
     names = [name for name, _ in model.named_parameters()]
     new = [name for name in names if name not in dict(there.named_parameters())]
     words = said(model)
-    assert f'it misses {len(new)} records: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
+    assert f'it is missing {len(new)} records: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
     assert names[0] not in words
-    assert re.search(r'it has \d+ records: "blocks\.2\..*" and \d+ more, which the model has not', said(Stack(depth=2)))
+    assert re.search(r'it has \d+ records: "blocks\.2\..*" and \d+ more, which the model', said(Stack(depth=2)))
     model = Stack()
     model.head = nn.Linear(model.head.in_features, 2 * model.head.out_features)
-    assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, and \[\d+, \d+\] was', said(model))
+    assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, but this run needs', said(model))
     words = said(Stack().bfloat16())
     assert 'the dtype of "' in words
     assert "more records differ" in words

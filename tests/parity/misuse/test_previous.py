@@ -1,4 +1,4 @@
-"""Tests returning to the commit before the newest: only on request, and only as a whole."""
+"""Tests existing="previous", which returns to the commit before the newest: only on request, and only as a whole."""
 
 import json
 
@@ -32,9 +32,10 @@ class Noted(Stack):
 
 
 def trained(offloaded, steps, **options):
-    """Trains and closes a run; returns its `picture` after each step."""
+    """Trains and closes a run. Returns a list with the `picture` of the run after each step."""
     model = Noted()
-    # The budget must keep no record in RAM: close() would write these records in another commit of the last step.
+    # With host_memory=None, the run keeps no record in RAM. Otherwise close() would write the records of the RAM tier
+    # in one more commit, and the commit before the newest would be a commit of the same step.
     training = offloaded(model, adamw(model), **{"host_memory": None, **options})
     pictures = []
     for index in range(steps):
@@ -54,7 +55,7 @@ def picture(training):
 
 
 def again(offloaded, existing, lr=None, **options):
-    """Offloads the run again; the store's learning rate replaces `lr`."""
+    """Offloads a new model to the store of the run. The store's learning rate replaces `lr`."""
     model = Noted()
     optimizer = adamw(model)
     if lr is not None:
@@ -114,7 +115,7 @@ def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hype
     with engine.Store.open(path) as store:
         store.commit_as(3, user, hyperparameters, None, None)
     before = path.read_bytes()
-    with pytest.raises(CorruptionError, match="The checksum is right, so another program wrote that"):
+    with pytest.raises(CorruptionError, match="The checksum is right, so another program wrote these contents"):
         again(offloaded, "resume")
     assert path.read_bytes() == before
     assert picture(again(offloaded, "previous", lr=0.02)) == pictures[1]
@@ -148,7 +149,7 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
     model = Noted()
     decayed, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     two_groups = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
-    with pytest.raises(ConfigError, match="1 parameter groups, and the optimizer has 2"):
+    with pytest.raises(ConfigError, match="1 parameter groups, but the optimizer has 2"):
         memascend.offload(model, two_groups, storage=tmp_path / "run.store", existing="previous")
     assert (tmp_path / "run.store").read_bytes() == before
 
@@ -157,7 +158,7 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
 
 
 def verified(path, capsys):
-    """Runs `memascend store verify`; returns its exit status, output, errors, and the output of --json."""
+    """Runs `memascend store verify`. Returns the exit status, the output, the errors, and the output of `--json`."""
     before = path.read_bytes()
     status = main(["store", "verify", "--json", str(path)])
     assert main(["store", "verify", str(path)]) == status
@@ -173,7 +174,7 @@ def test_verify_and_info_judge_both_commits(offloaded, tmp_path, capsys):
     status, text, wrong, found = verified(path, capsys)
     assert (status, wrong) == (0, "")
     assert "step 3 is whole" in text
-    assert f"step 2, generation 3, before it, is whole too: {PREVIOUS} goes back" in text
+    assert f"step 2, generation 3 is older, and is whole, too: {PREVIOUS} goes back" in text
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(3, True), (2, True)]
     assert main(["store", "info", str(path)]) == 0
     assert "step 3 of AdamW" in capsys.readouterr().out
@@ -182,7 +183,7 @@ def test_verify_and_info_judge_both_commits(offloaded, tmp_path, capsys):
     status, text, wrong, found = verified(path, capsys)
     assert status == 1
     assert "the root is damaged at offset" in wrong
-    assert f"step 2, generation 3 is whole: {PREVIOUS} opens it" in text
+    assert f"step 2, generation 3 is whole: {PREVIOUS} opens this commit" in text
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(None, False), (2, True)]
     before = path.read_bytes()
     assert main(["store", "info", str(path)]) == 1
@@ -214,7 +215,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert f"is damaged at offset {at}" in wrong
     assert "store verify" not in wrong + str(found)
     # Both commits share the extents that the last step did not change. The damaged extent is not shared.
-    assert f"step 0, generation 1 is whole: {PREVIOUS} opens it" in text
+    assert f"step 0, generation 1 is whole: {PREVIOUS} opens this commit" in text
     assert len(found["commits"][0]["damages"]) == 1
     assert found["commits"][0]["extents"] == found["commits"][1]["extents"] - 1
     flip(path, *(root + sector + 40 for root in ROOTS for sector in SECTORS))
@@ -232,4 +233,4 @@ def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
     status, text, wrong, _ = verified(path, capsys)
     assert (status, wrong) == (0, "")
     assert "step 2 is whole" in text
-    assert "as usual once the next step was begun" in text
+    assert "this is normal once a next step began" in text

@@ -1,4 +1,4 @@
-"""Tests that a step which cannot be exact raises with advice, and that training continues afterwards."""
+"""Tests that a step raises an error with advice if it cannot be exact, and that training can continue afterwards."""
 
 import copy
 import math
@@ -26,9 +26,10 @@ def fused(offloaded):
 
 
 GONE = "gradients='ssd'"
-LATE = rf"max_grad_norm= to offload\(\) \(and set the Trainer's to 0\).*{GONE}"
+LATE = rf"max_grad_norm= to offload\(\) \(and set max_grad_norm of a Trainer to 0\).*{GONE}"
 ZEROED = f"set_to_none=False.*{GONE}"
-# Operations that a gradient rejects after an update has used it, and patterns of their errors.
+# Operations that a gradient handle rejects after an update has used the gradient, and a regular expression for each
+# error.
 TOO_LATE = [
     (lambda g: g.mul_(0.5), LATE),
     (lambda g: g.mul_(torch.tensor(0.5)), LATE),
@@ -77,7 +78,7 @@ def test_used_gradients_have_no_values(fused):
 
 
 def test_a_model_with_used_gradients_goes_to_where_it_is(fused):
-    """Lightning calls model.cpu() after training, which assigns each gradient to its own `.data`."""
+    """Lightning calls model.cpu() after training. For each gradient, model.cpu() sets `p.grad.data = p.grad.cpu()`."""
     fused.loss(0).backward()
     kept = fused.model.head.weight.grad
     assert fused.model.cpu() is fused.model
@@ -197,7 +198,10 @@ def test_user_state_is_small_and_plain(offloaded):
 
 
 def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp_path):
-    """The line that the warning suggests runs unchanged, and the store then has the option that it sets."""
+    """The warning suggests a line of code.
+
+    The line runs unchanged, and the store then has the option that the line sets.
+    """
     training = offloaded(steps=1)
     training.optimizer.close()
     model = Stack()
@@ -219,7 +223,10 @@ def scheduled(optimizer):
 
 
 def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
-    """A restarted script passes the scheduler's initial rate, before or after offload(); this must not warn."""
+    """A restarted script passes the initial learning rate.
+
+    offload() must not warn that a scheduler has changed this rate.
+    """
     training = offloaded()
     scheduler = scheduled(training.optimizer)
     training.step()
@@ -236,7 +243,7 @@ def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
         assert again.param_groups[0]["lr"] == rate
         assert again.param_groups[0]["initial_lr"] == pytest.approx(1e-2)
         again.close()
-    # A learning rate that differs from the initial one must warn.
+    # offload() must warn about a learning rate that differs from the initial learning rate of the stored run.
     with pytest.warns(UserWarning, match=r"lr 0\.5 -> ") as warned:
         offloaded(model := Stack(), adamw(model, lr=0.5), existing="resume")
     assert "initial_lr" not in str(warned[0].message)

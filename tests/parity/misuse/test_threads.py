@@ -1,4 +1,4 @@
-"""Tests threads and interrupts: no thread uses memory that another thread materialized; no computation stays open."""
+"""Tests threads and interrupts: a thread uses only memory that it materialized, and interrupts do no harm."""
 
 import contextlib
 import copy
@@ -17,12 +17,18 @@ from memascend import UsageError
 
 
 def in_other_thread(function):
-    """Starts a function in a new thread; returns a call that waits up to 20 s and returns the function's result."""
+    """Starts `function` in a new thread.
+
+    Returns a callable that waits for the result of `function`, up to 20 seconds, and returns this result.
+    """
     return functools.partial(ThreadPoolExecutor(1).submit(function).result, 20)
 
 
 def test_what_one_thread_has_bound_another_has_not(offloaded):
-    """With several threads, only the thread that computes uses the materialized memory; another thread reads a copy."""
+    """Only the thread that computes with a weight uses the materialized memory.
+
+    Other threads read a copy of the weight.
+    """
     training = offloaded(steps=1)
     module = training.model.blocks[1].up
     expected = training.weights()["blocks.1.up.weight"]
@@ -119,7 +125,7 @@ def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypat
 
 
 def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
-    """SystemExit, like an interrupt, skips the hook that ends a module's computation."""
+    """SystemExit, like an interrupt, skips the module hook that would mark the end of the module's forward."""
     training = offloaded(steps=1)
 
     def ends(*_):
@@ -139,7 +145,7 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
 
 
 def test_a_module_of_the_model_may_call_the_model(offloaded):
-    """A nested call of the model does not evict units that the outer call needs."""
+    """If a module calls the whole model again, this inner call does not evict units that the outer call needs."""
     training = offloaded(steps=1)
     expected = training.loss(0).detach()
     seen = []
@@ -175,7 +181,8 @@ def test_what_is_pickled_while_parameters_are_real_is_a_plain_model(offloaded):
             assert type(parameter) is torch.nn.Parameter
             assert torch.equal(parameter, expected[name])
             assert not vars(parameter)
-        # offload() rejects memory from torch.load(), which numpy may share: offload a copy.
+        # offload() rejects tensors from torch.load(), because numpy may share the memory of such tensors. Offloads a
+        # copy of the model instead.
         own = copy.deepcopy(plain)
         with memascend.offload(own, torch.optim.AdamW(own.parameters()))[1]:
             pass

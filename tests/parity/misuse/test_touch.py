@@ -24,7 +24,8 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-# `tests/params/test_doors.py` tests the calls that return a copy of the memory, and the calls that write and so raise.
+# Calls on a parameter that must raise. `tests/params/test_doors.py` tests two more kinds of calls: reads that return a
+# copy of the memory, and writes, which raise.
 TOUCHES = {
     "another shape": lambda p: setattr(p, "data", torch.zeros(3)),
     "another dtype": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=torch.float64)),
@@ -67,7 +68,7 @@ def test_tensors_are_not_swapped(training, weight, first):
 
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
-    """A call that torch does not dispatch to the parameter's class raises; it does not return NaN."""
+    """A call that torch does not dispatch to the parameter's class raises an error. The call does not return NaN."""
     said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
     with pytest.raises(RuntimeError, match=said):
         torch.utils.dlpack.to_dlpack(weight)
@@ -80,7 +81,7 @@ def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
 
 def test_what_is_known_without_the_values(training, weight, monkeypatch):
     def reads(*_):
-        raise AssertionError("the values were materialized")
+        raise AssertionError("this call must not materialize the values")
 
     monkeypatch.setattr(training.optimizer._session.run.residency, "materialize", reads)
     assert weight.shape == (64, 32)
@@ -113,7 +114,8 @@ MEMORY = {**WRITES, "memory": lambda weight: weight.untyped_storage().fill_(1)}
         *itertools.product(
             ["in place", "data", "numpy", "dlpack", "memory"], ["register_forward_pre_hook"], ["64MiB", "smallest"]
         ),
-        # Writes after the module's forward or backward, while the model does not compute with the weight.
+        # These writes come after the forward or the backward of the module, when the model no longer computes with the
+        # weight.
         *itertools.product(
             ["detach", "numpy", "dlpack", "view"], ["register_forward_hook", "register_full_backward_hook"], [None]
         ),
@@ -142,7 +144,7 @@ def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(of
     def written(module, _):
         ctypes.c_float.from_address(module.weight.data_ptr()).value = 9.0
 
-    said = r"blocks\.1\.up\.weight.* something wrote .*zero_grad\(\).*modify=True"
+    said = r"blocks\.1\.up\.weight.* code changed them .*zero_grad\(\).*modify=True"
     with training.model.blocks[1].up.register_forward_pre_hook(written), pytest.raises(UsageError, match=said):
         training.step(1)
     training.optimizer.zero_grad()

@@ -1,8 +1,8 @@
-"""The systems under comparison: memascend, torch in memory and under FSDP2, DeepSpeed; one module each.
+"""The systems that the benchmark compares: memascend, torch in memory, torch's FSDP2, and DeepSpeed.
 
-Each module has two functions. `ready()` imports the libraries that training needs, and returns them; memory is counted
-from then on. `begin(work, settings, storage)` makes the model and returns a `System`. The module of a peer is imported
-in the peer's environment.
+Each of them has a module with two functions. `ready()` imports the libraries that training needs, and returns them. The
+benchmark measures memory only after this call. `begin(work, settings, storage)` makes the model and returns a `System`.
+The module of a peer is imported only in the peer's environment.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ __all__ = ["SYSTEMS", "System", "Way"]
 class System(Protocol):
     """A model and the system that trains it.
 
-    A system with a loop of its own has `train(record)`, which adds its steps to a `Record`, instead of the first four
-    methods. A system that tries several ways for its steps has `way()`, which returns the name of the next step's way.
+    A system that has a training loop (such as a Trainer) has `train(record)` instead of the first four methods.
+    `train(record)` adds its steps to a `Record`. A system that tries several ways for its steps also has `way()`, which
+    returns the name of the way for the next step.
     """
 
     def forward(self, tokens: Any) -> Any:
@@ -26,20 +27,23 @@ class System(Protocol):
         """Computes the gradients of a loss."""
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """Computes the gradients of a step's micro-batches; returns their mean loss."""
+        """Computes the gradients of all micro-batches of a step; returns their mean loss."""
 
     def update(self) -> None:
         """Makes the optimizer's step, and drops the gradients."""
 
     def counted(self) -> int | None:
-        """Returns the bytes moved to and from SSD so far, by the system's own count; None if it does not count them."""
+        """Returns the bytes that the system has moved to and from SSD, if the system counts them; otherwise None."""
 
     def end(self) -> dict[str, Any]:
-        """Ends the run; returns the system's own entries for the answer."""
+        """Ends the run; returns entries that this system adds to the cell's answer."""
 
 
 class Way(NamedTuple):
-    """A system: its module, the settings of `begin`, a description, and whether it needs DeepSpeed's environment."""
+    """A system: the name of its module, the settings for `begin`, and a description.
+
+    `deepspeed` is True if the system needs DeepSpeed's environment.
+    """
 
     module: str
     settings: dict[str, Any]

@@ -1,4 +1,7 @@
-"""Trains with torch's FSDP2 and its CPU offload, on one rank: fp32 parameters, gathered in the model's dtype."""
+"""Trains with torch's FSDP2 and its CPU offload on one rank.
+
+Parameters are fp32; FSDP2 gathers them in the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["Sharded", "begin", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Imports the libraries that a user imports; returns them."""
+    """Imports the libraries that a user of this system imports; returns them."""
     libraries = in_ram.ready()
     import torch.distributed.fsdp  # noqa: F401 - imported before memory is counted
 
@@ -23,7 +26,7 @@ def ready() -> list[ModuleType]:
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - part of every `begin`
-    """Makes the model, and shards its blocks one by one over one process."""
+    """Makes the model. Shards each of its blocks over a process group of one process."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -43,7 +46,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  
 
 
 class Sharded:
-    """Trains with FSDP2 as its documents do."""
+    """Trains with FSDP2 as described in its documentation."""
 
     def __init__(self, work: Workload, model: Any) -> None:
         import torch
@@ -60,11 +63,11 @@ class Sharded:
         loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """Computes the gradients of a step's micro-batches; returns their mean loss."""
+        """Computes the gradients of all micro-batches of a step; returns their mean loss."""
         return in_ram.one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """Clips, makes the step, and drops the gradients."""
+        """Clips the gradients, makes the optimizer's step, and drops the gradients."""
         import torch
 
         if self.work.clip is not None:
@@ -73,11 +76,11 @@ class Sharded:
         self.adam.zero_grad()
 
     def counted(self) -> int | None:
-        """Returns None: the system does not count its bytes."""
+        """Returns None, because FSDP2 does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Leaves the process group; returns no entries for the answer."""
+        """Ends the process group. Adds no entries to the answer."""
         import torch
 
         torch.distributed.destroy_process_group()

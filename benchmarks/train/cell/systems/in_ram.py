@@ -1,4 +1,4 @@
-"""Trains in the memory of the device, as without memascend: fp32 master weights, torch's fused AdamW."""
+"""Trains without memascend, in the device's memory: fp32 master weights, torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["InRam", "begin", "one_after_the_other", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Imports the libraries that a user imports; returns them."""
+    """Imports the libraries that a user of this system imports; returns them."""
     import torch
     import transformers
 
@@ -33,7 +33,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> InRam:  # 
 
 
 def one_after_the_other(system: System, batches: list[Any]) -> Any:
-    """Computes forward and backward of micro-batches, one after the other; returns the mean of their losses."""
+    """Computes one micro-batch after the other: its forward, and then its backward. Returns the mean of the losses."""
     total = 0.0
     for batch in batches:
         loss = system.forward(batch) / len(batches)
@@ -49,7 +49,7 @@ class InRam:
         import torch
 
         self.model, self.clip, self.scale = model, clip, scale
-        self.grad_norm: float | None = None  # the norm of the last step; None without a limit
+        self.grad_norm: float | None = None  # the norm of the last step's gradients; None if `clip` is None
         self.parameters = list(model.parameters())
         self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
@@ -59,15 +59,18 @@ class InRam:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Computes the gradients of a loss, times the loss scale if the system has one."""
+        """Computes the gradients of the loss. If the system has a loss scale, the gradients are multiplied by it."""
         (loss if self.scale is None else loss * self.scale).backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """Computes the gradients of a step's micro-batches; returns their mean loss."""
+        """Computes the gradients of all micro-batches of a step; returns their mean loss."""
         return one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """Updates the master weights and the model. Skips a step that overflowed, and halves the loss scale."""
+        """Updates the master weights and the model.
+
+        If gradients overflowed, skips the step and halves the loss scale.
+        """
         import torch
 
         with torch.no_grad():
@@ -84,7 +87,10 @@ class InRam:
         self.adam.zero_grad()
 
     def _finite(self) -> bool:
-        """True if no gradient overflowed. Divides the gradients by the loss scale; an overflow halves the scale."""
+        """True if no gradient overflowed.
+
+        Also divides the gradients by the loss scale, and halves the loss scale after an overflow.
+        """
         import torch
 
         if self.scale is None:
@@ -98,9 +104,9 @@ class InRam:
         return finite
 
     def counted(self) -> int | None:
-        """Returns None: the system does not count its bytes."""
+        """Returns None, because this system does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Returns no entries for the answer."""
+        """Returns an empty dict, because this system adds no entries to the answer."""
         return {}

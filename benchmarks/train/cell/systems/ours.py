@@ -1,4 +1,4 @@
-"""Trains with memascend, which offloads the model and its optimizer."""
+"""Trains with memascend. It offloads the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Ours", "begin", "checkpoint", "ended", "held_budget", "moved", "read
 
 
 def ready() -> list[ModuleType]:
-    """Imports the libraries that a user imports; returns them."""
+    """Imports the libraries that a user of this system imports; returns them."""
     importlib.import_module("memascend.session.offload")
     return [*in_ram.ready(), sys.modules["memascend"]]
 
@@ -28,12 +28,17 @@ def ready() -> list[ModuleType]:
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     """Makes the model and offloads it.
 
-    Settings: `smallest`: the smallest budget that works; `host_memory`: a budget, or as `"1.5x"` a multiple of the
-    smallest; `held`: a budget by the percentage of parameters kept in RAM; `lean`: the model is made on "meta", and its
-    values are made in the store, so that the model is never in memory as a whole; `weights`: the model is made on
-    "meta", and gets the values of `made()` from this folder, or (True) from a folder that another process writes;
-    `turns`: micro-batches are computed one after the other, not by layer; `state`, `durability`, `activations`: options
-    of `offload()`.
+    `settings` may have these entries:
+
+    - `smallest`: True means the smallest budget that works.
+    - `host_memory`: a budget. The text "1.5x" means 1.5 times the smallest budget that works.
+    - `held`: the percentage of parameters that the budget keeps in RAM.
+    - `lean`: True means that the model is made on "meta" and its values are made in the store. The model is then never
+      in memory as a whole.
+    - `weights`: a folder that has the values of `made()`. The model is made on "meta" and gets these values. True means
+      a new folder, which another process writes.
+    - `turns`: True means that micro-batches are computed one after the other, not by layer.
+    - `state`, `durability`, `activations`: options of `offload()`.
     """
     import torch
     import transformers
@@ -53,7 +58,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
-        # memascend has no option for its first loss scale, which is 2^16.
+        # memascend has no option for its first loss scale. Its first loss scale is 2^16.
         assert LOSS_SCALE_POWER == 16
     options |= {name: settings[name] for name in ("state", "durability", "activations") if name in settings}
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")
@@ -68,7 +73,10 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
 
 def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
-    """Returns the checkpoint folder that the settings name, or writes a new one."""
+    """Returns the checkpoint folder that `settings["weights"]` names.
+
+    If it names no folder, writes a new checkpoint.
+    """
     if isinstance(settings.get("weights"), str):
         return Path(settings["weights"])
     folder = storage / "values"
@@ -77,12 +85,15 @@ def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
 
 
 def write(work: Workload, folder: Path) -> None:
-    """Writes the values of `made()` to a checkpoint folder, in a new process: this process never holds the model."""
+    """Writes the values of `made()` to a checkpoint folder.
+
+    A new process writes them, so that this process never has the model in memory.
+    """
     writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
     writer.start()
     writer.join()
     if writer.exitcode:
-        raise SystemExit(f"the values of the model could not be written into {folder}: see above")
+        raise SystemExit(f"could not write the model's values to {folder}: the error is above")
 
 
 def _write(work: Workload, folder: Path) -> None:
@@ -90,7 +101,10 @@ def _write(work: Workload, folder: Path) -> None:
 
 
 def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
-    """Returns the least `host_memory` with which these options of `offload()` work; offloads nothing."""
+    """Returns the smallest `host_memory` with which `offload()` works with these options.
+
+    Does not offload the model.
+    """
     from memascend.errors import BudgetError
     from memascend.session.offload import offload
 
@@ -103,7 +117,7 @@ def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
 
 
 def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: int) -> int:
-    """Returns the `host_memory` that keeps `percent` % of the parameters in RAM; offloads nothing."""
+    """Returns the `host_memory` that keeps `percent` % of the parameters in RAM. Does not offload the model."""
     from memascend.plan.options import Options
     from memascend.session.decide import planned
 
@@ -112,7 +126,7 @@ def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: in
 
 
 class Ours:
-    """Trains with an offloaded model and optimizer."""
+    """Trains an offloaded model with its offloaded optimizer."""
 
     def __init__(self, model: Any, optimizer: OffloadedOptimizer, *, scaled: bool, by_layer: bool) -> None:
         self.model, self.optimizer, self.scaled, self.by_layer = model, optimizer, scaled, by_layer
@@ -122,50 +136,56 @@ class Ours:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Computes the gradients of a loss; the optimizer does so with a loss scale."""
+        """Computes the gradients of a loss. If there is a loss scale, the optimizer computes them."""
         if self.scaled:
             self.optimizer.backward(loss)
         else:
             loss.backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """Computes the gradients of a step's micro-batches; returns their mean loss."""
+        """Computes the gradients of all micro-batches of a step; returns their mean loss."""
         if not self.by_layer:
             return in_ram.one_after_the_other(self, batches)
         losses = self.optimizer.accumulate(self.forward, batches, scale=1 / len(batches), by_layer=True)
         return sum(losses) / len(batches)
 
     def update(self) -> None:
-        """Commits the step, and drops the gradients."""
+        """Updates the parameters, commits the step, and drops the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def counted(self) -> int | None:
-        """Returns the bytes moved so far, by the report."""
+        """Returns the bytes moved so far, from the optimizer's report."""
         return moved(self.optimizer)
 
     def way(self) -> str:
-        """Returns the part of the next step that writes deferred updates, by the report."""
+        """Returns the part of the next step that writes deferred updates, as the function `way` does."""
         return way(self.optimizer)
 
     def end(self) -> dict[str, Any]:
-        """Closes the store; returns the report and the plan."""
+        """Closes the optimizer; returns its report and its plan."""
         return ended(self.optimizer)
 
 
 def moved(optimizer: OffloadedOptimizer) -> int:
-    """Returns the bytes that an optimizer has read and written, by its report."""
+    """Returns the bytes that an optimizer has read and written so far, from its report."""
     report = optimizer.report().to_dict()
     return int(sum(report["read"].values()) + sum(report["written"].values()))
 
 
 def way(optimizer: OffloadedOptimizer) -> str:
-    """Returns the part of the next step that writes deferred updates; "" if there are no deferred updates."""
+    """Returns the part of the next step that writes deferred updates; "" if no updates are deferred.
+
+    The part is "forward" or "backward".
+    """
     return str(optimizer.report().to_dict().get("deferred", {}).get("to", ""))
 
 
 def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Closes an optimizer; returns its report, its plan, and why micro-batches were not computed by layer."""
+    """Closes an optimizer; returns its report and its plan.
+
+    "in_turn_since" has the reasons why micro-batches were not computed by layer.
+    """
     plan = optimizer.plan
     said = {
         "in_turn_since": sorted(optimizer._session.accumulation._logged),  # noqa: SLF001 - users read it in the log

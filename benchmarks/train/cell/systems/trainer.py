@@ -1,4 +1,4 @@
-"""Trains with memascend in TRL's SFTTrainer, with a model from a checkpoint and tokenized examples."""
+"""Trains with memascend in TRL's SFTTrainer. The model is from a checkpoint, and the examples are tokenized."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Trainer", "begin", "ready", "substeps", "tokenizer"]
 
 
 def ready() -> list[ModuleType]:
-    """Imports the libraries that a user imports; returns them."""
+    """Imports the libraries that a user of this system imports; returns them."""
     import trl
 
     import memascend.trainer
@@ -28,7 +28,11 @@ def ready() -> list[ModuleType]:
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
-    """Makes a Trainer and offloads it. Settings, as in `ours`: `weights`, `turns`, `host_memory`, `activations`."""
+    """Makes a Trainer and offloads its model and optimizer.
+
+    `settings` may have `weights`, `turns`, `host_memory` and `activations`, with the meaning that they have in
+    `ours.begin`.
+    """
     import trl
     from datasets import Dataset
     from transformers import PrinterCallback
@@ -49,10 +53,10 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
             str(folder), args=config, train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=tokenizer(),
         )  # fmt: skip
-    # PrinterCallback would print each log to the cell's output.
+    # PrinterCallback would print each log to standard output, which has the cell's answer.
     trainer.remove_callback(PrinterCallback)
-    # `memascend.trainer.offload()` takes the machine's spare RAM if it gets no budget. With "default", it streams the
-    # state as `memascend.offload()` does.
+    # By default, `memascend.trainer.offload()` uses all spare RAM of the machine. With "default", it streams the state
+    # as `memascend.offload()` does.
     options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
     options.setdefault("host_memory", "default")
     optimizer = memascend.trainer.offload(
@@ -62,7 +66,10 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
 
 
 def tokenizer() -> Any:
-    """Returns a tokenizer whose tokens are the words w0 to w999, padding, and the end of a text."""
+    """Returns a tokenizer.
+
+    Its tokens are the words w0 to w999, a token for padding, and a token for the end of a text.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +82,7 @@ def tokenizer() -> Any:
 
 
 class Trainer:
-    """Trains in the loop of a Trainer."""
+    """Trains with the training loop of a Trainer."""
 
     def __init__(self, trainer: Any, optimizer: Any, *, turns: bool) -> None:
         self.trainer, self.optimizer = trainer, optimizer
@@ -88,20 +95,23 @@ class Trainer:
         self.trainer.train()
 
     def counted(self) -> int | None:
-        """Returns the bytes moved so far, by the report."""
+        """Returns the bytes moved so far, from the optimizer's report."""
         return ours.moved(self.optimizer)
 
     def way(self) -> str:
-        """Returns the part of the next step that writes deferred updates, by the report."""
+        """Returns the part of the next step that writes deferred updates, as `ours.way` does."""
         return ours.way(self.optimizer)
 
     def end(self) -> dict[str, Any]:
-        """Closes the store; returns the report and the plan."""
+        """Closes the optimizer; returns its report and its plan."""
         return ours.ended(self.optimizer)
 
 
 def _clock(record: Record) -> Any:
-    """Returns a callback that adds each step to a record. A step lasts from one log to the next, which has its loss."""
+    """Returns a callback that adds each step to a record.
+
+    A step ends when the Trainer logs its loss. The next step begins at this moment.
+    """
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -120,7 +130,10 @@ def _clock(record: Record) -> Any:
 
 
 def substeps() -> Any:
-    """Returns a callback for `on_substep_end`, with which memascend computes micro-batches one after the other."""
+    """Returns a callback that has `on_substep_end`.
+
+    If a callback has it, memascend does not compute micro-batches by layer.
+    """
     from transformers import TrainerCallback
 
     class Substeps(TrainerCallback):

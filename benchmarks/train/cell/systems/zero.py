@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed: ZeRO-Infinity with parameters on SSD or in memory, and ZeRO-Offload."""
+"""Trains with DeepSpeed: ZeRO-Offload, or ZeRO-Infinity with parameters on SSD or in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["Zero", "begin", "config", "ready"]
 
 
 def ready() -> list[ModuleType]:
-    """Imports a user's libraries, and DeepSpeed's later imports: none of them must count as memory of training."""
+    """Imports the libraries that a user of this system imports; returns them.
+
+    Also makes DeepSpeed import the modules that it would import later. They must not count as memory of training.
+    """
     import deepspeed
 
     libraries = in_ram.ready()
@@ -25,7 +28,7 @@ def ready() -> list[ModuleType]:
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
-    """Makes the model and DeepSpeed's engine. `config` describes the settings."""
+    """Makes the model and DeepSpeed's engine. `config` explains the settings."""
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -46,9 +49,14 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
 def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str, Any]:
     """Returns DeepSpeed's configuration, with the smallest buffers that work and the fastest I/O.
 
-    Settings: `stage`; `parameters` and `state`: the place of each, "nvme", "cpu" or "none"; `parameter_buffers` and
-    `state_buffers`: their numbers, from tuning; `pipelined`: DeepSpeed reads the next group's state and writes the
-    previous group's state while it updates a group; `lean`: parameters leave memory while the model is made.
+    `settings` may have these entries:
+
+    - `stage`: the stage of ZeRO.
+    - `parameters`, `state`: where DeepSpeed puts the parameters and the optimizer state: "nvme", "cpu" or "none".
+    - `parameter_buffers`, `state_buffers`: the numbers of buffers, which `benchmarks.train.tuning` finds.
+    - `pipelined`: True means that DeepSpeed reads the next group's state and writes the previous group's state while it
+      updates a group.
+    - `lean`: True means that parameters leave memory while the model is made.
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
@@ -58,7 +66,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         "stage": settings["stage"],
         "contiguous_gradients": True,
         "overlap_comm": False,
-        # A bucket takes the largest matrix of a block. DeepSpeed reduces a larger gradient alone.
+        # A bucket has space for the largest matrix of a block. DeepSpeed reduces a larger gradient without a bucket.
         "reduce_bucket_size": matrix,
         "offload_optimizer": {
             "device": settings["state"],
@@ -93,7 +101,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 30,
         "gradient_clipping": work.clip or 0.0,
-        # No other settings were faster on the measured disks.
+        # These settings were the fastest on the measured disks.
         "aio": {
             "block_size": 1 << 20,
             "queue_depth": 8,
@@ -103,7 +111,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         },
     }
     if work.dtype == "float16":
-        # With these settings, an overflow halves the loss scale at once, as in the other systems.
+        # With these settings, DeepSpeed halves the loss scale after the first overflow, as the other systems do.
         scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
         described["fp16"] = {"enabled": True, **scale}
     else:
@@ -126,9 +134,10 @@ class Zero:
         self.engine.backward(loss)
 
     def accumulate(self, batches: list[Any]) -> Any:
-        """Computes the gradients of a step's micro-batches; returns their mean loss.
+        """Computes the gradients of all micro-batches of a step; returns their mean loss.
 
-        The engine divides gradients by the number of micro-batches, which it counts by a `step()` after each of them.
+        DeepSpeed needs a `step()` after each micro-batch to count them. It divides the gradients by the number of
+        micro-batches.
         """
         total = 0.0
         for batch in batches:
@@ -140,13 +149,13 @@ class Zero:
         return total / len(batches)
 
     def update(self) -> None:
-        """Makes the step."""
+        """Makes the optimizer's step."""
         self.engine.step()
 
     def counted(self) -> int | None:
-        """Returns None: the system does not count its bytes."""
+        """Returns None, because DeepSpeed does not count its bytes."""
         return None
 
     def end(self) -> dict[str, Any]:
-        """Returns no entries for the answer."""
+        """Returns an empty dict, because this system adds no entries to the answer."""
         return {}
