@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: moved bytes, errors, fallbacks, and parts of gradients that wait.
+"""Tests micro-batches by layer: the bytes that a step moves, errors, and fallbacks to other ways.
 
 The results must have the same bits as micro-batches that run one after the other.
 """

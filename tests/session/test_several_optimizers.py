@@ -172,7 +172,7 @@ UNJOINED = {
         r"0\.weight is owned by two of the optimizers \(Muon and SGD\)",
     ),
     "of none": (
-        lambda given: muon_and_adamw(given)[:1], r"does not own 4 trainable.*offload\(model, \[one, other\]",
+        lambda given: muon_and_adamw(given)[:1], r"does not own 4 trainable.*offload\(model, \[first, second\]",
     ),
     "coupled": (lambda given: in_stacks(given, CoupledStack), "CoupledStack.*depends on other parameters"),
     "random": (lambda given: [LowRank(parts(given)[0]), torch.optim.AdamW(parts(given)[1])], "LowRank.*draws random"),

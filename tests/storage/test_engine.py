@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
             lambda: updates.update("frozen", torch.zeros(5000), adam): "Adam's state",
             lambda: updates.commit(1, user_state={1, 2}): "JSON",
             lambda: updates.commit(1, user_state="x" * 70_000): "at most 65536",
-            lambda: updates.spill(SMALL, torch.zeros(13)): "room for 13 of bfloat16",
+            lambda: updates.spill(SMALL, torch.zeros(13)): "room for 13 elements of bfloat16",
             lambda: updates.spill(SMALL, torch.zeros(14).bfloat16()): "has shape",
             lambda: updates.spill("frozen", torch.zeros(5000).bfloat16()): "without room",
             lambda: updates.read_spilled(SMALL, torch.zeros(13)): "spills as bfloat16",
@@ -263,7 +263,7 @@ def test_fill_takes_float32(tmp_path, form, dtype):
             updates.commit(1)
             if "rest" in likes:
                 updates.fill("weight", values * 2, given, step=4)
-                with pytest.raises(ConfigError, match="not its master rounded"):
+                with pytest.raises(ConfigError, match="not its master weight rounded"):
                     updates.commit(2)
                 updates.discard()
             _, state = store.read("weight")
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         ):
             _refused(partial(encoded, values.bfloat16(), given, form), words)
         _refused(partial(engine.decode_state, values.bfloat16(), other, form), "are not in the format")
-        _refused(partial(encoded, values.half(), {}, form), "no state in the format")
+        _refused(partial(encoded, values.half(), {}, form), "which the format")
     _refused(
         lambda: engine.decode_state(values[::2], encoded(values[::2].clone(), {}, "bf16"), "bf16"), "must not have gaps"
     )

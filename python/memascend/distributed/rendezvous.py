@@ -48,7 +48,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     except RuntimeError as error:
         raise gone((), timeout, store_failed(error)) from error
     if apart:
-        raise gone(apart, timeout, "it did not come")
+        raise gone(apart, timeout, "no message of theirs arrived")
     if answer["refused"]:
         raise ConfigError(answer["refused"])
     return f"memascend/{answer['digest']}"

@@ -1,4 +1,4 @@
-"""Compares an optimizer's steps of all parameters together with its steps of one parameter at a time."""
+"""Compares two ways to run an optimizer: one step for all parameters at once, and one step for each parameter."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ class _Comparison:
                 # The step of all parameters fails with these gradients, so there is no result to compare.
                 return False
             raise refused(
-                optimizer, f"its {method} failed on small parameters ({type(error).__name__}: {error})"
+                optimizer, f"its {method} failed in a trial on small tensors ({type(error).__name__}: {error})"
             ) from error
         idle = method in MODES and self._last in ("", method)
         if idle and not same(before, self._joint.now()[:2]):

@@ -24,10 +24,10 @@ Way = Literal["forward", "backward"]
 class Settling:
     """Decides which fetch of a unit writes the updates that the last step deferred.
 
-    | way | first fetch after the step | second fetch, or the next gradient | faster if |
-    |---|---|---|---|
-    | "forward" | reads state and gradient, computes, writes | reads values | the drive limits the step |
-    | "backward" | reads state and gradient, computes values | reads and computes again, writes | compute limits it |
+    With "forward", the first fetch after the step reads state and gradient, computes the update, and writes it. The
+    second fetch reads only values. This way is faster if the drive limits the step. With "backward", the first fetch
+    reads state and gradient and computes the values, but writes nothing. The second fetch computes the update again and
+    writes it. This way is faster if compute limits the step.
 
     Both ways give the same bits. The first steps alternate between the ways. Then the faster way is used until the time
     of a step changes, for example after a change of the batch size. The ways are compared by their median times,

@@ -40,7 +40,8 @@ const INFINITY: u32 = 0x7F80_0000;
 /// The result of one pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Check {
-    /// True if at least one checked element is an infinity or a NaN. `check_and_unscale` checks the products.
+    /// True if at least one checked element is an infinity or a NaN. `check_and_unscale` checks each element
+    /// after multiplying it by the factor.
     pub nonfinite: bool,
     /// The sum of the squares of the checked elements. It is infinity or NaN if `nonfinite` is true.
     pub squares: Squares,

@@ -65,7 +65,11 @@ impl Unaligned {
                 Ok(thread) => threads.push(thread),
                 // Fewer threads work too: continue if at least one thread has started.
                 Err(_) if !threads.is_empty() => break,
-                Err(error) => return Err(Error::Invalid(format!("a copy thread could not be started: {error}"))),
+                Err(error) => {
+                    return Err(Error::Invalid(format!(
+                        "could not start a thread for unaligned transfers ({error}): raise ulimit -u"
+                    )));
+                }
             }
         }
         Ok(())

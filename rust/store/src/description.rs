@@ -57,9 +57,9 @@ pub struct Record {
     pub state: Vec<StateTensor>,
 }
 
-/// A tensor of a record's optimizer state. A tensor with a grain (`grain > 0`) is cut into chunks. A chunk of state has
-/// one chunk of each of the record's tensors with a grain, side by side. A tensor without a grain (`grain == 0`) has
-/// separate extents.
+/// A tensor of a record's optimizer state. A tensor with a grain (`grain > 0`) is cut into pieces, one for
+/// each chunk of the record. A chunk of state holds, side by side, the pieces of all tensors with a grain. A tensor
+/// without a grain (`grain == 0`) is stored in extents of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateTensor {
     /// The tensor's name, unique in its record.

@@ -99,8 +99,9 @@ impl Store {
             self.index.lock().log.ring
         } else {
             let wanted = Ring::bytes_for(u64::from(steps), of_step, extent);
-            let wanted = wanted
-                .ok_or_else(|| Error::Invalid(format!("a log of {steps} steps is too large: use fewer steps")))?;
+            let wanted = wanted.ok_or_else(|| {
+                Error::Invalid(format!("a gradient log of {steps} steps is too large: pass a smaller log_steps"))
+            })?;
             let ring = self.room_for_log(wanted, Ring::bytes_for(1, of_step, extent).unwrap_or(wanted))?;
             // If there is no space for gradients, keep the ring that `keep_places` made for the heads of deferred
             // updates.

@@ -307,7 +307,8 @@ fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
     let store = ok(Store::create(&[path], model::description(), &how(Existing::Resume, 8192))).0;
     ok(fs::write(path, b"theirs"));
     let refused = commit(&store, 0);
-    let named = |why: &Error| why.to_string().starts_with(&format!("{}: another file took this name", path.display()));
+    let named =
+        |why: &Error| why.to_string().starts_with(&format!("{}: another program created a file here", path.display()));
     assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     assert_eq!((ok(fs::read(path)), store.info().generation), (b"theirs".to_vec(), 0));
     // Removes the other file. Afterwards, the same commit must succeed.
