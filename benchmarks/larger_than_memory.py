@@ -253,7 +253,7 @@ class Group:
 
 
 def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *, kill: bool) -> dict[str, Any]:
-    """Runs a part in its own process and cgroup; returns its reported values, peaks of memory and seconds."""
+    """Runs a part in its own process and cgroup; returns its reports, its peak memory, and its seconds."""
     group = Group(parent, part, limit)
     hears, told = os.pipe()
     began = time.perf_counter()

@@ -13,7 +13,7 @@ from .arguments import FLOATS, require, require_apart, require_same, threads_of
 from .routes import route
 from .scalars import Scalars, checked_scalars
 
-# The number of elements that `adamw_reference` updates at a time. Its temporary tensors take about 100 bytes per
+# The number of elements that `adamw_reference` updates at a time. The temporary tensors take about 100 bytes per
 # element.
 PIECE_ELEMENTS = 1 << 20
 

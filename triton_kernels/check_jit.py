@@ -168,8 +168,8 @@ def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
     """Rounds one row of sums to float64, ties to even. Writes the result, and whether an element was not finite."""
     zero = tl.zeros((), tl.int64)
     carry = zero
-    # `high` is the highest digit that is not zero, and `top` is its index. `middle` and `low` are the two digits below
-    # it. `more` is not zero if any digit below `low` is not zero.
+    # `high` is the highest digit that is not zero, and `top` is the index of `high`. `middle` and `low` are the two
+    # digits below `high`. `more` is not zero if any digit below `low` is not zero.
     high, middle, low, more, top = zero, zero, zero, zero, zero
     # `before` and `second` are the two digits below `digit`. `rest` is not zero if any digit below `second` is not
     # zero.
@@ -263,7 +263,7 @@ def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    # Entering a device takes microseconds, and `device` is usually the current device.
+    # Entering a device takes microseconds. `device` is usually the current device, which need not be entered.
     is_current = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 

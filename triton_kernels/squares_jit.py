@@ -154,8 +154,8 @@ def squares_by_row(  # type: ignore[no-untyped-def]
         high += more_high
     tl.atomic_add(sums + _INFINITE, infinite, mask=infinite > 0, sem="relaxed")
     tl.atomic_add(sums + _NAN, nan, mask=nan > 0, sem="relaxed")
-    # Each iteration adds the squares of values below `floor`, on a wide grid for smaller values. Values that are also
-    # too small for this grid are added in the next iteration.
+    # Each iteration takes a wide grid for the largest value that is left, and adds the squares of the values on this
+    # grid. Values that are too small for this grid are left for the next iteration.
     while below > 0:
         limit = floor
         top = tl.maximum(below >> 23, WIDE_TOP)

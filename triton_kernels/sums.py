@@ -31,7 +31,7 @@ SUMS = 32
 
 # `_add_piece` splits a square of 48 bits into halves of this many bits.
 _LOWER_BITS = 24
-# The number of elements that `add_reference` processes at a time. Its temporary tensors take about 50 bytes per
+# The number of elements that `add_reference` processes at a time. The temporary tensors take about 50 bytes per
 # element.
 _PIECE_ELEMENTS = 1 << 20
 

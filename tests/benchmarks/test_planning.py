@@ -27,9 +27,9 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
-    """All 12 blocks take equally long, in addition to a constant part.
+    """A simulated pass takes a constant time, and the same additional time for each of the 12 blocks.
 
-    If the blocks are slower, the benchmark measures fewer of them.
+    If the blocks are slower, the benchmark measures fewer blocks.
     """
     model, depths = describe(config, None)[0], []
 

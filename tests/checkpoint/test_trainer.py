@@ -45,7 +45,7 @@ def built(seed=0):
 
 
 def trainer(model, optimizer, output, *callbacks, **more):
-    """Makes a Trainer that clips gradients as Trainers do by default, and computes two micro-batches per step."""
+    """Makes a Trainer with the default clipping of gradients and with two micro-batches per step."""
     options = {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 2}
     options |= {"max_steps": STEPS, "eval_steps": 3, **more}
     return trained_program.made(output, *callbacks, own=model, optimizers=(optimizer, None), **options)

@@ -1,7 +1,7 @@
-"""Tests that a Trainer by layer has the losses, logs and weights of micro-batches one after the other.
+"""Tests that computing by layer gives the same losses, logs and weights as computing one micro-batch after the other.
 
-By layer, each unit computes all micro-batches before the next unit begins. A Trainer with code that was not tested by
-layer computes the micro-batches one after the other.
+By layer, each unit computes all micro-batches before the next unit begins. If a Trainer has code that was not tested by
+layer, memascend computes its micro-batches one after the other.
 """
 
 import functools
@@ -109,8 +109,8 @@ def with_wrapped_forward(trainer):
     block(trainer).forward = functools.wraps(forward)(lambda x: 2 * forward(x))
 
 
-# Maps a case to a function that changes the Trainer. The scaler of the case "scaler" is disabled, so it does not scale
-# losses. For fp16, accelerate sets an enabled scaler.
+# Maps a case to a function that changes the Trainer. The case "scaler" sets a disabled scaler, which leaves losses as
+# they are. Any scaler, even a disabled one, prevents computing by layer.
 CHANGES = {
     "checkpointed": lambda trainer: trainer.model.gradient_checkpointing_enable(),
     "hook": lambda trainer: block(trainer).register_forward_hook(lambda *_: None),
@@ -203,7 +203,7 @@ def said(caplog):
 
 @pytest.fixture
 def heard(caplog, monkeypatch):
-    """Returns the log. Has deferred updates written in the next forward, so that bytes read do not depend on timing."""
+    """Returns the log. The next forward always writes deferred updates, so the bytes read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     caplog.set_level(logging.INFO, "memascend")
     return caplog
@@ -236,14 +236,14 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
     if name in COMPARED:
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)
-        # By layer, a step reads fewer bytes than in the plain run. One after the other, the bytes read are not
-        # compared: they depend on the units that are prefetched for the next step.
+        # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other,
+        # the bytes read depend on the units that are prefetched for the next step, so the test does not compare them.
         assert found[2] < plain[2] or why is not None
 
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
 def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits):
-    """On a GPU, the first step measures memory: 100 bytes for one micro-batch, and 30 bytes for each further one."""
+    """On a GPU, the first step measures 100 bytes for the first micro-batch and 30 bytes for each later micro-batch."""
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     on_a_gpu(allocatable)
@@ -251,8 +251,8 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a
     assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
     plain = trained(tmp_path, "plain", layers=False)
     require_same(found, plain)
-    # By layer, a step reads fewer bytes than in the plain run. One after the other, the bytes read are not compared:
-    # they depend on the units that are prefetched for the next step.
+    # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other, the
+    # bytes read depend on the units that are prefetched for the next step, so the test does not compare them.
     assert found[2] < plain[2] or not fits
 
 
@@ -268,8 +268,8 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     # allocatable bytes have room for 30 micro-batches, which need 970 bytes.
     assert not room.lacks([{"input_ids": batch}] * 30)
     assert room.lacks([{"input_ids": batch}] * 31)
-    # A batch that is ten times as long needs 10 + 10 * 90 = 910 bytes. The other 80 bytes have room for one short
-    # batch, but not for a second long batch.
+    # A micro-batch that is ten times as long needs 10 + 10 * 90 = 910 of the 990 bytes. The remaining 80 bytes have
+    # room for one short micro-batch, but not for a second long micro-batch.
     longer = transformers.BatchEncoding({"input_ids": batch.repeat(10, 1)})
     assert not room.lacks([longer, {"input_ids": batch}])
     assert room.lacks([longer, longer])

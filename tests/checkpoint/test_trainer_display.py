@@ -150,7 +150,7 @@ def test_the_chosen_experts_of_a_model_compute_a_token():
 
 
 class Printed(transformers.PrinterCallback):
-    """A subclass of PrinterCallback, with which Trainers print logs. Records the logs instead of printing them."""
+    """A PrinterCallback that records the logs instead of printing them."""
 
     def on_log(self, _args, _state, _control, logs=None, **_):
         self.logs = [*getattr(self, "logs", ()), dict(logs)]

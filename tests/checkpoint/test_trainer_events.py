@@ -97,7 +97,7 @@ def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path)
 
 
 def test_a_change_after_a_training_that_ended_is_made(tmp_path):
-    """The second start of a finished training repeats no events, so edit() must not skip this edit as already made."""
+    """A resumed run skips edits that it made before. The second start of a finished training must make a new edit."""
     started(tmp_path, Habits(), max_steps=2)
     trainer = made(tmp_path / "out", Habits(), max_steps=2)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store") as optimizer:
@@ -274,7 +274,7 @@ def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplo
     assert (trainer.state.global_step, trainer.digest) == (6, whole.digest)
     norms = [[line.get("grad_norm") for line in one.state.log_history] for one in (trainer, whole)]
     assert norms[0] == norms[1]
-    # torch rounds its norm to float32. At least one logged norm is not a float32 number, so it is the exact norm.
+    # torch rounds norms to float32. At least one logged norm is not a float32 number, so exact clipping computed it.
     assert any(norm != torch.tensor(norm).item() for norm in norms[0] if norm is not None)
     with pytest.raises(ConfigError, match=r"clipping exact 1\.0 -> torch"):
         started(folder, offloads={"clipping": "torch"}, **options)

@@ -1,4 +1,4 @@
-"""Tests that a Trainer resumes where its process ended, with the same bits and log. Otherwise an error says why not."""
+"""Tests that a Trainer resumes where its process ended, with the same bits and log, or rejects the resume."""
 
 import json
 import random
@@ -63,8 +63,8 @@ def start(has_transformers):
     return run
 
 
-# The points of the program, and the steps, at which the tests end the process. Every third process is ended by Ctrl-C.
-# All other processes are killed.
+# Pairs of a point in the program and a step. The tests end the process at each pair: at every third pair by Ctrl-C, and
+# at all other pairs by SIGKILL.
 MOMENTS = [("creation", 0), ("after the commit", 2), ("evaluation", 4), ("checkpoint", 10)]
 MORE = [
     ("micro-batch", 1), ("checkpoint", 5), ("before the step", 6), ("end of the step", 7), ("after the commit", 13),
@@ -96,9 +96,10 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, mo
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
 def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, start, precision):
-    """Compares with an uninterrupted offloaded run, since torch's AdamW rounds differently on a GPU.
+    """Compares killed and resumed runs with an uninterrupted offloaded run.
 
-    Dropout draws its random numbers on the GPU.
+    A run in memory would have other bits, because torch's AdamW rounds differently on a GPU. Dropout draws its random
+    numbers on the GPU.
     """
     options = {"use_cpu": False, **precision}
     want = start(tmp_path / "whole", tmp_path / "whole.log", **options)
@@ -110,9 +111,9 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, st
 
 
 def trained(folder, *ends, options=dict, **fixed):
-    """Trains in several starts; returns the digest and the log.
+    """Trains in several runs, of which each resumes the previous run; returns the digest and the log.
 
-    The first starts end at the steps `ends`. The last start completes the training.
+    For each step in `ends`, one run stops at that step. A last run completes the training.
     """
     log = folder / "log"
     for number, end in enumerate((*ends, None)):
@@ -169,7 +170,7 @@ PLATEAU = {
     "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
     "eval_steps": 2, "metric_for_best_model": "eval_loss",
 }  # fmt: skip
-# Maps a case to the options of the Trainer, and to the steps at which the starts of the training end.
+# Maps a case to the options of the Trainer, and to the steps after which the training stops and starts again.
 RUNS = {
     # random.gauss() draws numbers in pairs, and keeps the second number for the next call.
     "epochs": (lambda: {"data": Drawn(partial(random.gauss, 0.5, 0.4))}, (3, 7, 10)),

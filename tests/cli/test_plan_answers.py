@@ -26,7 +26,7 @@ def traced(config, sequences=1, length=128, loss="full", **options):
 
 
 def products(tokens, length):
-    """Returns two numbers of operations in a forward: of products with weights, and of attention with a causal mask."""
+    """Returns the operations of a forward: first those of products with weights, then those of causal attention."""
     kv = HIDDEN // 2
     block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * WIDE
     weights = 2 * tokens * (LAYERS * block + VOCABULARY * HIDDEN)

@@ -172,7 +172,7 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
     path = written(tmp_path, "T5")
     tied = parameters_of(path)
     head = 2048 * 128
-    # Flan-T5's config unties the head by this entry. `from_pretrained` follows the entry, but `from_config` ties the
+    # In Flan-T5's config, `tie_word_embeddings` is false. `from_pretrained` unties the head, but `from_config` ties the
     # head anyway.
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "tie_word_embeddings": False}))

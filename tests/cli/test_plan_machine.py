@@ -228,8 +228,8 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", usual(KINDS, *builtin._BLOCK_BYTES.keys() - {"olmo3"}, "llama"))
 def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
-    # The vocabulary has its full size, so that logits cause the peak of memory with the full loss, as in real models.
-    # The chunked loss never has the logits of all tokens in memory. So with 128 sequences, blocks cause the peak.
+    # The vocabulary has its full size. So with the full loss, logits cause the peak of memory, as in real models. The
+    # chunked loss never has the logits of all tokens in memory. So with 128 sequences, blocks cause the peak.
     shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
     subjects = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
     batches = [Batch(sequences=2, length=256, loss="full"), Batch(sequences=128, length=256, loss="chunked")]

@@ -14,7 +14,7 @@ __all__ = ["both", "door", "results", "same_results"]
 
 
 def both(folder, make, loop, **options):
-    """Runs `loop` in memory and then offloaded, both times on new results of `make`; returns both results."""
+    """Runs `loop` in memory and then offloaded; returns both results. `make` makes a new model for each run."""
     found = []
     for offloads in (False, True):
         model, optimizer = make()

@@ -143,7 +143,11 @@ def train(trained: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def outcome(case: Case) -> str:
-    """Returns the table's text for a case: "streams" if the offloaded run has the bits of the run in memory."""
+    """Returns the table's text for a case.
+
+    "streams" if the offloaded run has the bits of the run in memory, and "DIFFERS" if it has other bits. If offload()
+    or the optimizer itself fails, the text is the reason.
+    """
     silent = contextlib.redirect_stdout(io.StringIO())
     with threads_of_torch(1), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:
         warnings.simplefilter("ignore")

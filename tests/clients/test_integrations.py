@@ -1,7 +1,7 @@
 """Tests plugins for Axolotl, ms-swift and LLaMA-Factory: killed runs with settings of examples/ resume exactly.
 
-Each program has its own environment, for `make test-axolotl`, `make test-swift` or `make test-llamafactory`. In this
-environment, the tests of the two other programs are skipped.
+`make test-axolotl`, `make test-swift` and `make test-llamafactory` each use their own environment. In each environment,
+only one of the three programs is installed, and the tests of the other two programs are skipped.
 """
 
 import hashlib

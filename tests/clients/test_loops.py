@@ -1,4 +1,4 @@
-"""Compares accelerate, Lightning, and weight averages of diffusers, timm and torch with training in memory."""
+"""Compares offloaded runs of accelerate, Lightning, and weight averages of three libraries with runs in memory."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ def by_diffusers(model, optimizer, average, inputs):
 def by_modules(model, optimizer, average, inputs):
     """Trains with a weight average that is a module.
 
-    If the average is torch's, the average and the model get new batch statistics after the training.
+    If `average` is an AveragedModel of torch, `average` and `model` get new batch statistics after the training.
     """
     seen, is_torchs = [], isinstance(average, AveragedModel)
     for number in range(STEPS):

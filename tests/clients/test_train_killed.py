@@ -2,7 +2,7 @@
 
 usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]
 
-As a program, this file trains with a Trainer that one call of offload() offloads. It kills itself at MOMENT of STEP.
+Run as a program, this file offloads a Trainer and trains. The program kills itself at MOMENT of STEP.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Tests Trainers whose models are made without weights: they train with the bits of loaded models, in little memory."""
+"""Tests Trainers whose models are made without weights: results equal those of loaded models, and memory is small."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Tests optimizers of TrainingArguments: training equals training in memory, or an error lists other optimizers."""
+"""Tests `optim` of Trainers: offloaded runs equal runs in memory, or an error lists the values that memascend takes."""
 
 import logging
 

@@ -1,4 +1,6 @@
-"""Tests Trainers of several ranks, which torchrun or `accelerate launch` starts, and which are killed and resumed.
+"""Tests that killed and resumed Trainers on several ranks have the results of a Trainer in one process.
+
+torchrun or `accelerate launch` starts the ranks.
 
 usage: [TRAINED_OPTIONS=JSON] test_trainer_ranks.py plain|supervised STORE FOLDER [RANKS STEP]
 
@@ -100,8 +102,8 @@ def assert_same(folder, other):
     for line, its_line in zip(log, its_log, strict=True):
         assert line.keys() == its_line.keys()
         for name, value in line.items():
-            # The Trainer averages the losses of the ranks. The average is not rounded as the loss of one process is
-            # rounded.
+            # The Trainer averages the losses of the ranks. After rounding, this average may differ a little from the
+            # loss of one process.
             assert value == (pytest.approx(its_line[name], rel=1e-6) if "loss" in name else its_line[name]), name
     for one, another in zip(tensors, others, strict=True):
         assert same_states(one, another)

@@ -33,9 +33,9 @@ def measure(disk, loaded, python):
 
     def run(**work):
         storage = tempfile.mkdtemp(dir=disk)
-        # A forked process shares pages with its parent, and copies a shared page when it writes to the page. At its
-        # end, it copies all these pages. The limit of a cgroup would count the copies, so a run in a cgroup uses a
-        # fresh process, which shares no pages.
+        # A forked process shares pages with its parent. It copies a shared page when it writes to the page, and it
+        # copies all shared pages when it ends. The limit of a cgroup would count the copies, so a run in a cgroup uses
+        # a fresh process, which shares no pages.
         in_its_own = python if "cgroup" in work else loaded
         return json.loads(in_its_own(program, HERE, json.dumps({"storage": storage, **work}), timeout=300))
 

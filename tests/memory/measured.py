@@ -230,7 +230,7 @@ def main(given):
 
 
 def others(model, optimizer, batch, phase):
-    """Makes further calls that a user may make. Measures each call as a phase."""
+    """Calls other functions that a user may call after training. Measures each call as a phase."""
     state = model.state_dict()
     phase("state_dict()")
     model.load_state_dict(state)

@@ -229,7 +229,8 @@ def test_making_a_region_answers_ctrl_c():
 
 
 def test_a_finaliser_that_asks_a_lease_does_not_block_it(loaded):
-    # Building an exception may start a garbage collection. The collection may run a finalizer that uses the same lease.
+    # When a call of a lease fails, building the exception may start a garbage collection. The collection may run a
+    # finalizer that uses this lease.
     loaded(
         """
 import gc, torch

@@ -155,7 +155,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
 
 @pytest.mark.parametrize(("way", "budget"), [("next forward", None), ("next backward", "64MiB")])
 def test_bytes_of_micro_batches_one_after_the_other(disk, monkeypatch, way, budget):
-    """Each further micro-batch reads the values and the sums of gradients again, and writes the sums."""
+    """Each micro-batch after the first reads the values and the sums of gradients again, and writes the sums."""
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (way == "next backward"))
     count = 3
     model = blocks(width=256, count=16, dtype=torch.bfloat16)

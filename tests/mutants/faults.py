@@ -66,7 +66,7 @@ def faults():
 
 
 def problems(found, root):
-    """Yields a message for each mistake in a fault that keeps the gate from running the fault."""
+    """Yields a message for each mistake in the definition of a fault. With mistakes, the gate runs no faults."""
     names = set()
     for fault in found:
         if str(fault) in names:

@@ -80,8 +80,8 @@ class Tree:
 
     def _write(self, path, text):
         path.write_text(text)
-        # Python compares the length of a source, and its time in whole seconds, with the .pyc. A fault may change
-        # neither of these, so this deletes the .pyc.
+        # Python uses a .pyc if the source has the length and the time, in whole seconds, that the .pyc records. A fault
+        # may leave both the length and the time unchanged. So delete the .pyc.
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 

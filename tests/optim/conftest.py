@@ -24,7 +24,7 @@ def layout_of(optimizer, parameter, master_dtype=torch.float32):
 
 
 def update_of(optimizer, group, layout, *, first, **given):
-    """Returns an update that runs the optimizer's own code, as the engine calls it.
+    """Returns the update function that the engine would call. The function runs the optimizer's own code.
 
     `group` is one of the optimizer's groups.
     """

@@ -1,4 +1,4 @@
-"""Tests that streamed state and unusual parameters give the bits of training in memory, with all of torch.optim."""
+"""Tests that each optimizer of torch.optim has the bits of training in memory, also with unusual parameters."""
 
 import copy
 import functools

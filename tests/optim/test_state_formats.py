@@ -130,7 +130,7 @@ LOSSES = {
 
 def model(seed=0):
     torch.manual_seed(seed)
-    # The transposed weight is not row-major, so its blocks follow the order of the elements in memory.
+    # The transposed weight is not row-major. The blocks of its 8-bit state follow the order of the elements in memory.
     made = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.Tanh(), torch.nn.Linear(90, 70, bias=False))
     made[2].weight = torch.nn.Parameter(torch.randn(90, 70).mul_(0.1).t())
     return made.bfloat16()

@@ -49,7 +49,7 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Counts the parameters that have a gradient, in an attribute that no update reads.
+    """Counts in `count` the parameters that have a gradient. No update reads `count`.
 
     If a trial steps each parameter alone, the count of each step is one.
     """
@@ -78,7 +78,7 @@ class Passing(Plain):
 
 
 class OwnDraw(Plain):
-    """Draws random numbers for the parameter with 20 rows only."""
+    """Draws random numbers only for the parameter that has 20 rows."""
 
     def one(self, group, parameter, state):
         state["mask"] = torch.zeros_like(parameter)

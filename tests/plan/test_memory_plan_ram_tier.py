@@ -56,8 +56,8 @@ def test_what_a_budget_has_left_holds_the_first_units():
     # Modules compute directly with the records in RAM, which need no slots. So the arena's slots for other units do not
     # change.
     assert plan.classes == first.classes
-    # With one byte less, the embedding's record is too large. The plan then keeps the next smaller records in RAM, in
-    # the same order, before it adds slots.
+    # With one byte less, the embedding's record is too large. The plan then keeps smaller records in RAM instead,
+    # beginning with the first block.
     fewer = make_plan(run, budget=first.comfortable + nbytes + waits - 1)
     assert fewer.ram_tier[0] == "layers.0.weight"
     assert ram_tier_bytes(run, fewer) == fewer.host["records in RAM"] < nbytes

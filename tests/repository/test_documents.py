@@ -50,7 +50,7 @@ def name(path):
 
 
 def blocks(path, kind):
-    """Returns the contents of the code blocks in a page whose opening fence has the word `kind`."""
+    """Returns the contents of a page's code blocks of one kind: `kind` is the word after the opening fence."""
     return [body for found, body in BLOCK.findall(path.read_text()) if found == kind]
 
 

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For each crate: the crates of this repository that it may use, and the external crates that it may use. Its tests and
-# benches may use further crates.
+# For each crate: the crates of this repository that it may use, and the external crates that it may use. The tests and
+# benches of a crate may use any crate.
 CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),

@@ -1,4 +1,4 @@
-"""Tests that each fault of `tests/mutants` can be put into the code, and that the tests that must detect it exist."""
+"""Tests that each fault of `tests/mutants` can be applied to the code, and that the tests of the fault exist."""
 
 import ast
 import re

@@ -127,7 +127,7 @@ def requirements(text, seen):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Makes an environment with the wheel, and links torch from this environment into it; returns its interpreter."""
+    """Makes an environment with the wheel and with links to this environment's torch; returns the new interpreter."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"

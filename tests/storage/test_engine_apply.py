@@ -1,4 +1,4 @@
-"""Tests functions that the engine applies to streamed state, whole or in chunks: bits of torch in memory, failures."""
+"""Tests functions that the engine applies to streamed state: equal bits to torch in memory, threads, and failures."""
 
 import ctypes
 import gc

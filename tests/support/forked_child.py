@@ -16,7 +16,7 @@ ENDS_WITHIN = 120
 
 
 def in_child(function, fork=os.fork):
-    """Calls `function` in a child. Returns its result as text, or the name and message of the error that it raises."""
+    """Calls `function` in a child. Returns the result as text, or the name and message of the error that was raised."""
     reading, writing = os.pipe()
     child = fork()
     if child == 0:

@@ -100,7 +100,7 @@ def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, 
 def forked_life(do, seconds=None):
     """Calls `do(begun)` in a fork. Kills the fork `seconds` seconds after `do` calls `begun()`.
 
-    None: the fork is not killed. Returns True if the fork was killed.
+    If `seconds` is None, does not kill the fork. Returns True if the fork was killed.
     """
     reading, writing = os.pipe()
     child = os.fork()

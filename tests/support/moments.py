@@ -96,7 +96,7 @@ def adam_of_bitsandbytes(p, g, m, v, group, step):
 def adam_of_torch(p, g, m, v, group, step, *, decoupled):
     """Updates float32 tensors in place with torch's fused kernel.
 
-    Sizes must be multiples of 16, and torch must use one thread.
+    The size of each tensor must be a multiple of 16, and torch must use one thread.
     """
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(

@@ -1,4 +1,4 @@
-"""Defines optimizers that orthogonalize matrices: one at a time, in batches, or in stacks, like published ones."""
+"""Defines optimizers that orthogonalize matrices one at a time, in batches or in stacks, as public packages do."""
 
 import torch
 from support.by_parameter import ByParameter

@@ -25,7 +25,7 @@ def quantize(folder, stored, method):
 def in_mxfp4(name, tensor, exponents=(122, 123)):
     """Returns an expert tensor in gpt-oss's MXFP4 layout, with random codes and exponents.
 
-    Returns a tensor that is not an expert tensor unchanged.
+    Returns any other tensor unchanged.
     """
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: tensor}

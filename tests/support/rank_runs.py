@@ -46,7 +46,7 @@ DEFAULTS = {
     # The folder to which all ranks save at the end. None: the ranks do not save. If the name is "hidden", only the
     # first rank can write to the folder, so the other ranks send their rows to the first rank.
     "save": None,
-    # Further options of `offload()`.
+    # Additional options for the call of `offload()`.
     "given": {},
     # The number of replicas in a mesh of replicas and shards; None: no mesh. If `slice` is true, this mesh is a slice
     # of a mesh with four dimensions.
@@ -179,7 +179,7 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Patches functions so that the fault happens when this rank reaches its point.
+    """Patches functions so that the fault happens when this rank reaches the point in `options`.
 
     The point "time" starts a timer instead. The other points are:
     - "before" or "after" a phase: around the agreement of the ranks on this phase of a commit

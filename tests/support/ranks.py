@@ -39,7 +39,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
         count: number of ranks.
         function: a function of a test module; the ranks import it by its module's file and its name.
         folder: the folder that the ranks may write to.
-        arguments: further arguments of the function, which are pickled.
+        arguments: the arguments of the function after `str(folder)`. They are pickled.
         seconds: time limit. When it is over, all ranks are killed and the test fails.
         ends: the allowed exit statuses of a rank. The status of a rank that signal N killed is -N.
     """
@@ -106,7 +106,7 @@ def _imported(source):
 def run(place):
     """Forks the ranks and waits until they end.
 
-    Once a rank has failed, or once all running ranks are stopped, kills the ranks that still run.
+    Once a rank has failed, or once signals have stopped all remaining ranks, kills the remaining ranks.
     """
     # If the test's own process is killed, the kernel kills this process and the ranks.
     die_with_parent()

@@ -1,4 +1,4 @@
-"""Trains with a Trainer that one line offloads, as in a user's script.
+"""Offloads a Trainer with one line of code, as a user's script does, and trains.
 
 Tests start this program, kill it and start it again.
 
@@ -39,7 +39,7 @@ def compared(line):
 def model(seed=0, attention_dropout=0.1):
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # On a GPU, each other kernel of attention has its own order of random numbers and of additions.
+    # On a GPU, every attention kernel except "eager" has its own order of random numbers and of additions.
     shape["attn_implementation"] = "eager"
     config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=2, attention_dropout=attention_dropout, **shape)
     return transformers.Qwen2ForCausalLM(config)
@@ -101,7 +101,7 @@ class OwnDice:
 
 
 class Habits(transformers.TrainerCallback, ExportableState):
-    """A callback that changes weights, options and frozen layers in Trainer's events, as user programs do."""
+    """A callback that changes weights, options and frozen layers in the Trainer's events, as user programs do."""
 
     def __init__(self, norms=(), seen=None):
         self.norms, self.seen = norms, seen or {}

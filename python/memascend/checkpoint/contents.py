@@ -120,7 +120,8 @@ def plain_parts(values: torch.Tensor, state: Mapping[str, torch.Tensor], given: 
 def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm]]) -> str | None:
     """Returns the warning that a checkpoint's state is converted; None if the state of no parameter is converted.
 
-    Each pair in `pairs` has the form of a parameter's state in the checkpoint, and the form of its state in the run.
+    Each pair in `pairs` has the form of a parameter's state in the checkpoint, and the form of the same state in the
+    run.
     """
     changed = [(one, other) for one, other in pairs if one != other]
     if not changed:
@@ -133,7 +134,7 @@ def conversion_warning(where: object, pairs: Iterable[tuple[StateForm, StateForm
     )
 
 
-# The name of a state tensor in checkpoints. This tensor has the number of updates that a trained parameter got.
+# The name of a state tensor in checkpoints. This tensor has one number: how often the parameter was updated.
 UPDATES = "updates"
 
 
@@ -145,7 +146,7 @@ class Content:
     values: torch.Tensor  # on meta
     state: dict[str, torch.Tensor]  # on meta, by name
     # The order of the dimensions in memory, the dimension with the largest stride first. None if the record is
-    # row-major or its state has no blocks.
+    # row-major, or if no tensor of its state is divided into blocks.
     order: list[int] | None = None
 
 
@@ -158,7 +159,9 @@ class StoreContents:
     def __init__(
         self, store: Store, trained: Collection[str], buffers: Buffers | None = None, *, values_alone: bool = False
     ) -> None:
-        """`trained`: the names of the parameters that the optimizer updates. `values_alone`: read no state.
+        """`trained`: the names of the parameters that the optimizer updates.
+
+        `values_alone`: True to read the values but no state.
 
         `buffers`: the buffers that are read from the model instead of the store; None to read all buffers from the
         store.
@@ -178,7 +181,7 @@ class StoreContents:
         if self._values_alone:
             return Content(name, _meta(record["dtype"], record["shape"]), {})
         stored = {of: _meta(dtype, shape) for of, dtype, shape in record["state"]}
-        # A compact record has "rest"; a checkpoint has the decoded master instead.
+        # `plain_tensors()` replaces the "rest" of a compact record by "master".
         state = plain_tensors(stored)
         if name in self._trained:
             if UPDATES in state:
@@ -205,7 +208,7 @@ class StoreContents:
                 self.read_records(some, put)
 
     def read_records(self, names: list[str], put: Put) -> None:
-        """Reads `names`: either any number of row-major records, or one record with any memory order."""
+        """Reads the records `names`: either one record, or several records that are all row-major."""
 
         def give(name: str, tensors: dict[str, torch.Tensor], starts: Mapping[str, int]) -> None:
             form = self._by_name[name]["format"]

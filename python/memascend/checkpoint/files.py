@@ -53,8 +53,8 @@ _JSON_BYTES_MAX = 256 << 20
 def read_bounded(path: Path, what: str) -> bytes:
     """Returns the bytes of a JSON file.
 
-    `what`: the end of the error message for a file that is too large. It says what the file should be and what the user
-    should do.
+    `what`: the end of the error message for a file that is too large. This end says what the file should be and what
+    the user should do.
 
     Raises:
         CorruptionError: the file is too large.
@@ -126,7 +126,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def replace_folder(target: Path, new: Path) -> None:
-    """Flushes the folder `new`, and replaces the folder `target` by it.
+    """Flushes the folder `new`, and replaces the folder `target` by `new`.
 
     At every moment one complete folder is on storage.
     """
@@ -237,7 +237,8 @@ def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: 
 def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[str, int]]:
     """Makes a file that has its full size and its header. The tensors are written later.
 
-    Returns the file's entry in the manifest, still without "tensors", and the offset of each tensor in the file.
+    Returns the file's entry in the manifest, and the offset of each tensor in the file. `write()` of
+    `_CheckpointFiles` adds "tensors" to the entry later.
     """
     path = folder / layout.name
     header, offsets = layout.header()
@@ -246,7 +247,7 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(descriptor, "wb") as file:  # noqa: PTH123
             # Set the size before the header is written. An NFS client writes the last page of a file as a whole. If the
-            # header ended the file, the client would overwrite data that other hosts write to this page.
+            # file ended with the header, the client would overwrite data that other hosts write to this page.
             file.truncate(nbytes)
             file.write(header)
             file.flush()
@@ -258,8 +259,8 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
 class Matched:
     """The result of matching the names in files with a model's names."""
 
-    # The model's first name of a tensor -> the tensor's names in the files. If one of the names in the files matches
-    # the first name, this name is at the beginning of the list.
+    # The model's first name of a tensor -> the tensor's names in the files. Tied tensors have several names
+    # in the files: the list begins with the name that matches the model's first name, if the files have this name.
     of: dict[str, list[str]]
     unexpected: list[str]  # names in the files whose tensors the model does not have
     named: dict[str, str]  # a name in the files -> the model's name that it matches, which may be a tied name

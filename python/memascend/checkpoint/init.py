@@ -84,7 +84,7 @@ class Initialiser:
     # --- buffers ------------------------------------------------------------------------------
 
     def buffers_of(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Makes `module` compute its buffers in `made`. All other real tensors of `module` keep their values."""
+        """Makes `module` compute the buffers `made`. All other real tensors of `module` keep their values."""
         with torch.no_grad(), _spared(module, set(map(id, made))):
             self._initialise(module, made)
 
@@ -162,8 +162,8 @@ class _Walk:
             for short, parameter in module._parameters.items():  # noqa: SLF001
                 if parameter is not None:
                     self._places.setdefault(id(parameter), []).append((module, short))
-        # Id of a module -> the parameters that are yielded after this module: name, parameter on meta, and the real
-        # parameter that replaces it.
+        # Id of a module -> the parameters that are yielded after this module. Each entry has the parameter's name, the
+        # parameter on meta, and the real parameter that replaces the parameter on meta.
         self._open: dict[int, list[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]] = {}
         self.real_ids: set[int] = set()
 
@@ -206,7 +206,7 @@ class _Walk:
             module._parameters[short] = stands  # noqa: SLF001
 
     def ended(self, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the name and values of each parameter that is final after `module`.
+        """Yields the name and values of each parameter whose values are final once `module` is initialised.
 
         Before each yield, puts the parameter on meta back into the model.
         """
@@ -226,7 +226,7 @@ class _Walk:
             del real
 
     def put_back(self) -> None:
-        """Puts those parameters on meta back into the model whose values were not yielded."""
+        """Puts parameters on meta back into the model: all parameters that `ended()` has not yielded."""
         for made in self._open.values():
             for _, parameter, _ in made:
                 self._place(parameter, parameter)
@@ -397,7 +397,7 @@ class ModelValues:
     def check(self) -> None:
         """Compares names, shapes and dtypes of the model with the weight files.
 
-        A weight function is checked at each call.
+        If the weights come from a function, `WeightFunction.tensor()` checks the result of each call instead.
         """
         if isinstance(self.weights, WeightFiles):
             wanted = {name: self.partition.whole(name, p) for name, p in self.subject.named.items() if p.is_meta}

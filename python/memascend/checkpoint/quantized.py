@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memascend.checkpoint.weights import WeightTensor
 
 MXFP4, FP8 = "mxfp4", "fp8"
-# Matches the suffix of a quantised model's name on the Hub. The name without this suffix is that of the original model.
+# Matches the suffix of a quantised model's name on the Hub. The rest is the original model's name.
 _BY = re.compile(
     r"([-_.](unsloth|bnb|gptq|awq|gguf|int4|int8|4bit|8bit|w4a16|w8a8|w8a16|quantized)\b.*)$", re.IGNORECASE
 )

@@ -78,7 +78,7 @@ def state_key(name: str, of: str) -> str:
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Returns the bytes of the manifest's file.
 
-    Equal manifests always give the same bytes, so that a reader detects a change of any byte.
+    Equal manifests give equal bytes. So a reader renders the manifest again, and detects a change of any byte.
     """
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = checksum_of(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
@@ -274,7 +274,7 @@ class CheckpointValues:
         # The names of the files with optimizer state.
         files = [name for name in self.checkpoint.manifest["files"] if Path(name).parent.name == FOLDER]
         self._state = WeightFiles(self.checkpoint.folder, files)
-        # The name of a parameter whose state is converted -> the form of its state in the checkpoint, and in this run.
+        # The name of a parameter whose state is converted -> the state's form in the checkpoint, its form in this run.
         self._conversions: dict[str, tuple[StateForm, StateForm]] = {}
 
     def check(self) -> None:
@@ -331,7 +331,7 @@ class CheckpointValues:
         return problems
 
     def _problems_of(self, name: str, found: dict[str, torch.Tensor]) -> list[str]:
-        """Describes a parameter's state tensors that do not fit.
+        """Describes a parameter's state tensors that do not fit this run.
 
         If the form of the state can be converted, adds the conversion to `_conversions` instead.
         """
@@ -363,14 +363,14 @@ class CheckpointValues:
         return plain_tensors(self.subject.arithmetic.of(self.subject.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
-        """Returns the order of the dimensions that the checkpoint's blocks follow; None for the row-major order."""
+        """Returns the order of dimensions in which the checkpoint's blocks divide a parameter; None for row-major."""
         orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
         return orders.get(saved_name(name))
 
     def _own_order(self, name: str) -> list[int] | None:
-        """Returns the order of the dimensions that this run's blocks follow; None for the row-major order.
+        """Returns the order of dimensions in which this run's blocks divide a parameter; None for row-major.
 
-        If this run has no blocks, returns the checkpoint's order.
+        If this run does not divide the parameter's state into blocks, returns the checkpoint's order.
         """
         if not any(map(is_in_blocks, self._kept(name))):
             return self._order_of(name)

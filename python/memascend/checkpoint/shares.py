@@ -45,7 +45,7 @@ _OPEN_MAX = 16
 # that this rank has written and their checksums.
 _PLACES = ".memascend-places"
 _SUMS = ".memascend-sums-{}"
-# How often a rank that is still writing reports this within `timeout`.
+# The number of times within `timeout` that a writing rank reports that it has not finished.
 _BEATS = 4
 
 
@@ -135,7 +135,7 @@ def write_into(
     descriptor: int | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> dict[tuple[str, str], list[Part]]:
-    """Writes all of `contents` into the files of a folder, and flushes them; returns the written parts.
+    """Writes all of `contents` into the files of a folder, and flushes the files. Returns the written parts.
 
     Calls `beat` after each write. `descriptor`: the file descriptor of the folder, if the caller has opened it.
     """

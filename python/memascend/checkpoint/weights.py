@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from memascend.checkpoint.files import Matched, Names
 
 
-# Operations of transformers. The first operation stacks the matrices of all experts. The second operation joins several
-# stacks.
+# The operations of transformers' converters that `_stacked()` knows. MergeModulelist stacks the matrices of all
+# experts. Concatenate joins several stacks.
 _STACKED = [("MergeModulelist", 0)]
 _JOINED = [("Concatenate", 1)]
 
@@ -205,18 +205,18 @@ _SINGLE = "model.safetensors"
 
 
 def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor], torch.Tensor]) -> Weights:
-    """Opens the argument of `offload(weights=)`. `Options` has checked its type."""
+    """Opens the argument of `offload(weights=)`. `Options` has checked the argument's type."""
     return WeightFunction(weights) if callable(weights) else WeightFiles(Path(expanded(weights)))
 
 
 class WeightFunction:
-    """The user's function (name, parameter on meta) -> values. It is called for one parameter at a time."""
+    """The user's function (name, parameter on meta) -> values. Each call is for one parameter."""
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         self._function = function
 
     def has(self, name: str) -> bool:
-        """Returns True, because the function is called for every buffer that the model cannot compute."""
+        """Always returns True: the user's function must return each buffer that the model cannot compute."""
         del name
         return True
 
@@ -267,8 +267,8 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
     """Returns a function for `offload(weights=)` that reads the sources of parameters; None if there are no sources.
 
     Raises:
-        ConfigError: some parameters have a source, but another parameter on meta has no source, or a source of another
-            shape.
+        ConfigError: some parameters have a source, but another parameter on meta has no source, or the shape of its
+            source differs from the parameter's shape.
     """
     named = dict(model.named_parameters())
     noted: dict[str, Source] = {name: vars(p)[_SOURCE] for name, p in named.items() if _SOURCE in vars(p)}
@@ -416,7 +416,7 @@ class WeightFiles:
         """Returns the values of the tensor that the model calls `name`, as a view of the mapped file where possible.
 
         Raises:
-            ConfigError: the shape or the dtype differs from that of `like`.
+            ConfigError: the tensor and `like` differ in shape or dtype.
         """
         values = self.at(self._of[name], like.dtype)
         if values.shape != like.shape or values.dtype != like.dtype:

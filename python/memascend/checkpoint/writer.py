@@ -174,7 +174,7 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 
 
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
-    """Rejects a target if its parent folder does not exist, if it has foreign files, or if `nbytes` do not fit."""
+    """Rejects a target whose parent folder does not exist. Also rejects foreign files in a target, and a full disk."""
     parent = target.parent
     if not parent.is_dir():
         raise ConfigError(f"{parent} does not exist. Create this folder before save({target.name!r})")

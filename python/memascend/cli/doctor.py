@@ -136,7 +136,8 @@ def _torch() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    # Nightly and ROCm builds of torch install the package triton from a distribution with another name.
+    # Nightly and ROCm builds of torch install the package triton from a distribution with another name, so the name of
+    # the distribution is looked up.
     names = importlib.metadata.packages_distributions().get("triton", [])
     absent = "not installed; memascend uses torch's own operations on a GPU"
     yield Finding(subject="triton", found=importlib.metadata.version(names[0]) if names else absent)

@@ -39,7 +39,7 @@ _INTERRUPT_SECONDS = 0.05
 # because the message may have arrived already.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
-# This share of the timeout is reserved for whole messages. They show each rank which other rank is missing.
+# This share of the timeout is reserved for whole messages. Whole messages show each rank which other rank is missing.
 _PART_DETAIL = 0.25
 _DETAIL_SECONDS_MAX = 5.0
 # A rank that waits for a `Word` also looks for another rank's alarm: this many times within `_detail_seconds`.
@@ -92,7 +92,7 @@ class Word(NamedTuple):
         return Word(max(self.state, _APART), self.number, self.digest, [])
 
     def and_of(self, other: Word) -> Word:
-        """Combines two words into one word, which summarizes the messages of all ranks in the two words."""
+        """Returns one word, which summarizes all messages that the two words summarize."""
         state = max(self.state, other.state)
         if self[1:3] != other[1:3] or len(self.sums) != len(other.sums):
             return Word(state, *self[1:]).apart()
@@ -190,7 +190,7 @@ class Exchange:
         return [one.value for one in heard]
 
     def add(self, numbers: Iterable[int]) -> list[int]:
-        """Sends integers with the next message, which adds them over all ranks.
+        """Sends integers with the next message. The exchange of that message adds the integers over all ranks.
 
         After the next message, the returned list has the sums. All ranks must add the same number of integers. A rank
         that must not be counted adds zeros.
@@ -479,8 +479,8 @@ class Exchange:
     ) -> None:
         """Receives from the ranks in `into` and sends to the ranks in `out`; records each failure in `lost`, by rank.
 
-        If a rank's message arrived before that rank closed the connection, the rank does not count as lost. Either the
-        rank has received all messages, or its next message will be missing.
+        A rank does not count as lost if its message arrived before the rank closed the connection. If the rank has not
+        received all messages, its next message will be missing, and the rank will count as lost then.
         """
         begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
         begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]

@@ -64,7 +64,7 @@ class Meeting:
         in seconds, includes the time for the keys.
 
         Raises:
-            RankError: no group was made. The error names the missing ranks, unless torch's store is gone, too.
+            RankError: no group was made. The error names the missing ranks, unless torch's store is gone.
         """
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
@@ -76,8 +76,8 @@ class Meeting:
             if not missing:
                 until = time.monotonic() + timeout
                 group, why = _made(parts, timeout - after)
-                # This rank may have made the group while another rank still waits for a dead rank: wait as long as the
-                # other rank may.
+                # This rank may have made the group while another rank still waits for a dead rank. So this rank waits
+                # as long as the other rank may wait.
                 seconds = max(after, until - time.monotonic())
                 apart, missing = self._all_at(f"{number}/ends", why, seconds)
                 if not apart and not missing:
@@ -98,7 +98,7 @@ class Meeting:
         )
 
     def _all_at(self, moment: str, why: str, seconds: float) -> tuple[dict[int, str], tuple[int, ...]]:
-        """Waits until all ranks have reached `moment`, before or after they make a group.
+        """Waits until all ranks have reached `moment`, which is a point before or after the ranks make a group.
 
         Returns the ranks that have no group, each with its reason. Also returns the ranks at fault if some ranks came
         too late. `why` is the reason why this rank has no group, or "" if nothing went wrong on this rank.
@@ -115,7 +115,7 @@ class Meeting:
                 time.sleep(look_seconds(self.size))
             if is_there and not store.check([f"{prefix}/apart"]):
                 return {}, []
-            # To read the value of each rank separately is much work for the store, so do it only after a failure.
+            # Reading the value of each rank separately is much work for the store, so do it only after a failure.
             words = values_of_ranks(store, prefix, self.size, each=True)
             apart = {rank: word for rank, word in enumerate(words) if word not in ("", _MADE)}
             return apart, [rank for rank, word in enumerate(words) if not word]
@@ -146,8 +146,8 @@ class Meeting:
     def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
         """Returns the ranks at fault.
 
-        A rank is at fault if it is missing or the note of another rank blames it, and it has left no note. If there is
-        no such rank, all ranks in `missing` are at fault.
+        Suspects are the ranks in `missing` and the ranks that notes of other ranks blame. Of the suspects, the ranks
+        that have left no note are at fault. If all suspects have left notes, all ranks in `missing` are at fault.
         """
         gone = {*missing}
         # By number of a rank that left a note: the ranks that the note blames.

@@ -49,7 +49,7 @@ class Stores:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """By shard: the old rank whose store is read. Of all replicas' stores, this store has the newest commit."""
+        """By shard: the old rank whose store is read. Of all stores of the shard, this store has the newest commit."""
         ranks = sorted(self.all_seen, key=lambda rank: (-self._newest(rank), rank))
         return {rank % self.count: rank for rank in reversed(ranks)}
 
@@ -62,8 +62,8 @@ class Stores:
     def redundant(self) -> list[int]:
         """The old ranks whose stores are not needed once the run has resumed from the stores in `numbers`.
 
-        A store is not needed if it is in `numbers`, if it has no commit, or if a store in `numbers` also has the newest
-        commit of the store.
+        A store is not needed if the run has resumed from this store, if this store has no commit, or if the newest
+        commit of this store is also in the store from which the run has resumed.
         """
         known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
@@ -316,10 +316,10 @@ def _drop_lagging_replicas(
 ) -> tuple[int, bytes, dict[int, int]]:
     """Returns the number and identity of the commit to open, and the ranks whose stores are filled.
 
-    Usually returns the arguments. The exception: all ranks took part in the newest commit except the last replicas.
-    Then all ranks open the newest commit, and the stores of the last replicas are filled from other replicas. The last
-    replicas cannot be from another continuation of the run, because the roots of all other ranks also name the commit
-    of the last replicas.
+    Usually returns the arguments. The exception: the last replicas did not make the newest commit, and all other
+    replicas made it. Then all ranks open the newest commit, and the stores of the last replicas are filled from other
+    replicas. The last replicas cannot be from another continuation of the run, because the roots of all other ranks
+    also name the commit of the last replicas.
     """
     newest = {rank: one["commits"][0] for rank, one in seen.items()}
     ahead = {rank for rank, one in newest.items() if one["number"] == number + 1}

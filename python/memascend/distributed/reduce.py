@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Collective:
-    """A collective of FSDP2 for one unit, which `Collectives` runs."""
+    """One collective of FSDP2 for one unit. `Collectives` runs the collective."""
 
     def __init__(self, collectives: Collectives, name: str) -> None:
         self._collectives = collectives
@@ -160,8 +160,8 @@ class OrderedReduction(_Collective, ReduceScatter):
     def take(self, one: FsdpParameter, earlier: Earlier) -> torch.Tensor | None:
         """Adds the parts of one parameter in this round.
 
-        In a first round, puts their sum into `.grad` and returns None. In a later round, returns the sum of all rounds.
-        `earlier` reads the sum of earlier rounds.
+        In the first round, puts their sum into `.grad` and returns None. In a later round, returns the sum of all
+        rounds. `earlier` reads the sum of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 _Answer = TypeVar("_Answer")
-# Seconds between two looks of a waiting rank for a key. If more than `_LOOKING_MAX` ranks wait, each rank looks less
-# often, because all ranks query one store.
+# A waiting rank looks for a key again after this number of seconds. If more than `_LOOKING_MAX` ranks wait, each rank
+# looks less often, because all ranks query one store.
 LOOK_SECONDS = 0.01
 _LOOKING_MAX = 16
 # Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note.
@@ -39,8 +39,8 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
 
     Raises:
         RankError: a rank did not come; the error names it.
-        ConfigError: a host would give other hosts an address that only this host can reach, or a rank may open too few
-            files.
+        ConfigError: a host would give other hosts a loopback address, which the other hosts cannot reach. Or the
+            limit of open files is too low on a rank.
     """
     apart: list[int] = []
     try:
@@ -123,7 +123,7 @@ def have_all_come(store: Any, prefix: str) -> bool:
 
 
 def look_seconds(count: int) -> float:
-    """Returns the seconds between two looks of a waiting rank, if `count` ranks wait."""
+    """Returns the number of seconds after which a waiting rank looks for a key again, if `count` ranks wait."""
     return LOOK_SECONDS * max(1, count / _LOOKING_MAX)
 
 
@@ -141,7 +141,7 @@ def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
-    """Returns the error for `ranks`, which are missing before the run begins. Empty `ranks`: unknown ranks."""
+    """Returns the error for `ranks`, which are missing before the run begins; names no rank if `ranks` is empty."""
     named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
     return RankError(
         f"{named} is gone, or did not come within {timeout:g} s, so the run did not begin; nothing was changed: start "

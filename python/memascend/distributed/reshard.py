@@ -45,7 +45,7 @@ _log = logging.getLogger("memascend")
 _FOLDER = re.compile(r"rank-(\d{1,5})-of-(\d{1,5})")
 _FOLDER_OF_REPLICA = re.compile(r"replica-(\d{1,5})")
 _FILE = "memascend.store"
-# The name under which a parameter's number of updates moves with its rows.
+# The key of a parameter's number of updates, among the tensors of this parameter that move between ranks.
 _STEP = "\0step"
 
 
@@ -350,8 +350,8 @@ class EarlierValues:
             for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
-        # Take the user_state of the old rank with this rank's number. If there was no such rank, keep that of old rank
-        # 0.
+        # Take the user_state of the old rank with this rank's number. If there was no such old rank, keep the
+        # user_state of old rank 0.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 

@@ -62,8 +62,8 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Continue with the store of a replica that an earlier run dropped. A folder that all ranks share has the stores
-        # of all dropped replicas, and each replica uses a different store.
+        # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, it has the
+        # stores of all dropped replicas. Each replica then continues with a different store.
         own = left[layout.replica if layout.replica < len(left) else 0]
     # Creates the folder if it is missing.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
     if len(paths) > 1 or places != list(paths):
         return [places]
     folder = Path(paths[0])
-    # A single process creates a file if no folder exists.
+    # In a single process, the path is the file of the store, unless there is a folder at the path.
     own = str(file_of_rank(paths[0], rank, count)) if count > 1 or folder.is_dir() else paths[0]
     there = [
         str(file) for pattern in ("rank-*-of-*/memascend.store", "memascend.store") for file in folder.glob(pattern)
@@ -206,7 +206,8 @@ def _found(
     require_unaliased(own, model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
-    # A unit that shares a parameter with another unit is gathered with the model, because two units use the parameter.
+    # Leave out a unit that shares a parameter with another unit. The model gathers the parameters of this unit, because
+    # two units use the shared parameter.
     whole = [unit.module for unit in found if unit.module and not unit.again]
     return [named[name] for name in whole]
 
@@ -273,7 +274,7 @@ def begin(
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     used = {place for each in exchange.all_values(own.paths or []) for place in each}
-    # Only one rank reads each store, because reading a store locks it.
+    # Reading a store locks it, so only the ranks of the first replica look for the stores of dropped replicas.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
     # A rank that is one commit ahead of other ranks opens the commit before its newest commit.

@@ -153,7 +153,7 @@ class Sharding(RowsOfRank):
 
     @property
     def written(self) -> set[str]:
-        """The names of parameters whose rows this rank writes to a checkpoint. One replica writes each parameter."""
+        """The names of parameters whose rows this rank writes to a checkpoint. Only one replica writes a parameter."""
         return self.rows.keys() & set(self.order[self.layout.replica :: self.layout.replicas])
 
     @property
@@ -225,7 +225,7 @@ class Sharding(RowsOfRank):
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
         """Makes FSDP2 gather and reduce a group through `Collectives`, so that errors name a rank that is gone.
 
-        Returns None if torch adds the gradients in its own order.
+        Returns the reduction that adds gradients in the order of ranks; None if torch adds them in its own order.
         """
         if self.collectives is None:
             return None
@@ -249,7 +249,7 @@ class Sharding(RowsOfRank):
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
     def _on_reduced(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
-        """Passes on a gradient that FSDP2 has reduced."""
+        """Hands a gradient that FSDP2 has reduced to `gradients`."""
         if leaf is not one.leaf:
             # A user's hook returned another tensor than the parameter. torch raises an error after the last hook.
             return

@@ -251,8 +251,9 @@ class CallerModes:
             torch.set_num_threads(self._threads)
         with contextlib.ExitStack() as undo:
             undo.enter_context(torch.set_grad_enabled(self._grad))
-            # Makes the thread that begins a backward run all of it. Otherwise autograd's thread for the device would
-            # run the backwards of all micro-batches, and the first waiting micro-batch would block that thread.
+            # With this setting, the thread that begins a backward runs the whole backward. Otherwise autograd's thread
+            # for the device would run the backwards of all micro-batches, and the first waiting micro-batch would block
+            # that thread.
             undo.enter_context(torch.autograd.set_multithreading_enabled(False))
             for stream in self._streams:
                 undo.enter_context(self._device.stream(stream))
@@ -327,9 +328,9 @@ class Baton:
     def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
         """Registers callbacks: `on_low` receives each stage that all micro-batches have reached.
 
-        `may_run` is called with a micro-batch at the lowest stage that would compute next. If `may_run` returns False,
-        the first running micro-batch computes instead, because the gradients of the first running micro-batch never
-        wait for gradients of another micro-batch.
+        Before a micro-batch at the lowest stage computes, `may_run` is called with this micro-batch. If `may_run`
+        returns False, the first running micro-batch computes instead, because the gradients of the first running
+        micro-batch never wait for gradients of another micro-batch.
         """
         self._on_low, self._may_run = on_low, may_run
 
@@ -380,7 +381,7 @@ class Baton:
             raise _Abandoned
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
-        """Computes all micro-batches; after all have ended, raises the error of the first that failed."""
+        """Computes all micro-batches. Once all have ended, raises the error that occurred first, if any."""
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
         begun, interrupted = False, None
         while not self._all_ended.is_set():

@@ -142,7 +142,8 @@ class Gradient:
         self.dropped = 0
         # Recorded operations that are not applied to the stored bytes yet.
         self.operations: list[Operation] = []
-        # `options`: the parameter group's options in the staged update. `deferred`: the next step makes this update.
+        # `options`: the parameter group's options in the staged update. `deferred`: True if the next step makes this
+        # update.
         self.options: Any = None
         self.deferred = False
         # The factor by which an update that began early multiplies the gradient.
@@ -187,7 +188,7 @@ class Gradient:
         self._install_handle()
 
     def change(self, gradient: torch.Tensor, *, add: bool) -> None:
-        """Replaces the gradient on storage by `gradient`, or adds `gradient` to it."""
+        """Replaces the gradient on storage by `gradient`. If `add`, adds `gradient` to the stored gradient instead."""
         self.take_back()
         self._norms.clear()
         self._spill("change", gradient, add=add)
@@ -222,7 +223,7 @@ class Gradient:
             self.store(values)
 
     def use_stored(self) -> None:
-        """Begins the update, unless it waits for step(). The update uses the whole gradient on storage."""
+        """Begins the update by the whole gradient on storage, unless this update must wait for step()."""
         if self._gradients.loop.mode == "fused":
             self.stage(1.0)
         else:
@@ -305,14 +306,14 @@ class Gradient:
         self._move("unstage")
 
     def commit(self) -> None:
-        """Ends the staged update: the session has committed its step."""
+        """Ends the staged update, because the session has committed the step."""
         self._move("end")
         self.step += 1
         self.expected = tuple(self._asked)
         self._asked.clear()
 
     def skip(self) -> None:
-        """Ends the update: its step is skipped."""
+        """Ends the update, because the step is skipped."""
         if self.state is GradientState.EARLY:
             self._gradients.speculation.taken_back()
         self._move("end")
@@ -417,7 +418,7 @@ class Gradient:
 
     @property
     def fused(self) -> bool:
-        """True if an update already used the gradient: reads and changes then raise an error; the norm is known."""
+        """True if an update already used the gradient. Then only the norm is known; a read or a change raises."""
         return self.state.staged or not self.state.stored
 
     def empty(self) -> torch.Tensor:
@@ -493,7 +494,7 @@ class Gradient:
             self._gradients.add(self, values.clone() if _is_shared(values) else values, summed=False)
 
     def replace_by_sum(self, total: torch.Tensor) -> None:
-        """Replaces the gradient by `total`. The caller computed `total` as the sum of this gradient and another one."""
+        """Replaces the gradient by `total`. The caller has added another gradient to this gradient to get `total`."""
         self.require_open()
         if self.operations:
             self.assign(total)

@@ -64,7 +64,7 @@ class Gradients:
         # The gradients, by parameter name, in the order of the parameters.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
-        # Names of parameters whose updates may be deferred to the next step: the store has room for that.
+        # Names of parameters whose updates may be deferred to the next step: the store has the room that this needs.
         self.deferrable: frozenset[str] = frozenset()
         # Names of parameters whose updates the last step deferred to the present step.
         self.behind: set[str] = set()
@@ -189,12 +189,12 @@ class Gradients:
         gradient.use(values, whole=last, shared=shared)
 
     def expect_clipping(self) -> None:
-        """Makes gradients take the norm of `clip_grad_norm_` from the first step on: the loop is known to clip."""
+        """Makes gradients take the norm of `clip_grad_norm_` from the first step on. Called if the loop will clip."""
         for gradient in self.by_name.values():
             gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """Handles `values`, the sum over all micro-batches of a call; `whole`: the step adds nothing more to it."""
+        """Handles `values`, the sum over all micro-batches of a call; `whole`: the step adds nothing to this sum."""
         self._note_arrival(gradient)
         if self.loop.mode == "ram":
             gradient.put(values)
@@ -361,7 +361,9 @@ class Gradients:
     # --- the step --------------------------------------------------------------------
 
     def present(self) -> Present:
-        """Returns the gradients of this step, each with its `p.grad`; drops gradients whose handle was removed.
+        """Returns the gradients of this step, each with its `p.grad`.
+
+        Drops each gradient whose handle user code has removed from `p.grad`.
 
         If any gradient is present, a parameter without a gradient gets zeros if its optimizer updates such parameters.
         """

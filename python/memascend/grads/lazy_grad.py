@@ -316,7 +316,7 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
         operation.apply(gradient.materialize())
     elif gradient.numbers()[0]:
         found.fill_(1.0)
-    # The replay of this operation sets a separate flag, which no code reads.
+    # The replay of this operation sets the new flag in `own`, and no code reads this flag: `found` is already set.
     own = (torch.zeros_like(found), *operation.arguments[1:])
     _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
@@ -348,7 +348,7 @@ def _refuse_change(gradient: Gradient, name: str) -> NoReturn:
 
 
 def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
-    """Changes one gradient in place: adds to it, records the operation, or runs it on a copy."""
+    """Changes one gradient in place: adds a gradient to it, or records `operation`, or runs `operation` on a copy."""
     name, arguments, options = operation.name, operation.arguments, operation.options
     values = [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in arguments]
     if name == "add_" and not options and len(values) == 1 and _is_gradient_of(handle, values[0]):

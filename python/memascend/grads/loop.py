@@ -37,7 +37,8 @@ class Loop:
         `figures` exchanges values between ranks; None for a single rank.
         """
         self._figures = figures
-        # "fused" (gradients are used as they appear), "ssd" or "ram" (gradients wait there for step()).
+        # "fused": updates use gradients as they appear. "ssd": gradients wait on storage for step(). "ram": gradients
+        # wait in memory for step().
         self.mode = "ssd" if mode == "auto" else mode
         self.accumulation_steps = accumulation_steps
         self._is_auto = mode == "auto"
@@ -267,7 +268,10 @@ class Backwards:
         return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:
-        """Raises UsageError for a backward beyond the declared number: updates of the step would miss its gradients."""
+        """Raises UsageError for a backward beyond the declared number of backwards in a step.
+
+        The updates of the step would not include the gradients of this backward.
+        """
         if 1 < self.declared <= self.count:
             raise UsageError(
                 f"backward {self.count + 1} of a step brings a gradient of {name!r}, but accumulation_steps= is "

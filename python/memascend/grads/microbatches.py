@@ -1,4 +1,6 @@
-"""Computes the micro-batches of one step layer by layer, bit-identical to computing one after the other.
+"""Computes the micro-batches of one step layer by layer.
+
+The results are bit-identical to the results of computing one micro-batch after the other.
 
 `baton` defines the stages and runs the threads of the micro-batches; see [Note: Stages] there.
 
@@ -157,7 +159,7 @@ class PartialSums:
             self._complete(found)
 
     def _add_in_order(self, found: _Sum, *, all_of_it: bool = False) -> None:
-        """Adds parts from `early` in order, until one must wait for another part; `all_of_it`: adds all parts."""
+        """Adds parts from `early` in order, up to the first part that must wait. If `all_of_it`, adds all parts."""
         for index in sorted(found.early):
             if not all_of_it and any(self._may_come(found, before) for before in range(index)):
                 return
@@ -420,7 +422,7 @@ class Accumulation:
     # --- by layer -----------------------------------------------------------------------
 
     def _is_fit(self, count: int) -> bool:
-        """True if this call is computed by layer; logs why not."""
+        """True if this call is computed by layer. If it is not, logs the reason."""
         if count < 2:
             return False
         why = self.never or self._unfit_now()

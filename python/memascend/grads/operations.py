@@ -38,7 +38,7 @@ def is_recordable(name: str, arguments: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """One in-place operation or norm of torch on a gradient, with its other arguments."""
+    """One in-place operation or norm of torch on a gradient, with all arguments except the gradient."""
 
     function: Any
     name: str
@@ -52,7 +52,7 @@ class Operation:
         return replace(self, arguments=arguments, options=options)
 
     def apply(self, tensor: Tensor) -> Any:
-        """Applies the operation to `tensor` by torch; returns torch's result."""
+        """Applies the operation to `tensor` with torch; returns torch's result."""
         # On a GPU, torch has different kernels for a tensor and for a list of tensors. So pass a list if the training
         # loop passed a list.
         if not self.listed:
@@ -98,7 +98,7 @@ class Operation:
         return named.get("min", low), named.get("max", high)
 
     def factor(self, dtype: torch.dtype, dimensions: int, device: torch.device) -> float | None:  # noqa: PLR0911
-        """Returns the fp32 number by which the operation multiplies; None if the operation is not such a product.
+        """Returns the fp32 number by which the operation multiplies the gradient; None if there is no such number.
 
         torch multiplies a 16-bit gradient by the scalar in fp32, and rounds once. There is one exception: if the
         gradient has no dimensions and the scalar is a tensor of doubles, torch multiplies in double.

@@ -1,6 +1,6 @@
 """Checks the options of a run, chooses its units, plans its memory, and estimates the bytes and seconds of a step.
 
-Invariant: the plan accounts for every byte of host memory that the library takes, by owner, and the sum is within the
+Invariant: the plan lists, for each owner, every byte of host memory that the library takes. The sum is within the
 budget. If a budget is too small, the error names the smallest budget that works, to the byte. `Options` checks each
 option, and that the options fit together.
 

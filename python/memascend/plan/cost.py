@@ -23,7 +23,8 @@ class Network:
     """
 
     forward: int  # bytes of values that are gathered for the forward
-    # Bytes of values that are gathered again for the backward. Parameters outside of blocks stay gathered in between.
+    # Bytes of values that are gathered again for the backward. Parameters outside of blocks stay gathered from the
+    # forward to the backward.
     backward: int
     gradients: int  # bytes of the received shards of gradients
     # The largest number of bytes that gathered parameters and their gradients take in torch's memory: the sum of the
@@ -123,7 +124,11 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the longest part, or the tail plus the longest part other than disk and update, if larger."""
+        """The seconds of the phase: the larger of two times.
+
+        The first time is the longest part. The second time is the tail plus the longest part that is neither disk nor
+        update.
+        """
         before = max((took for part, took in self.parts.items() if part not in {"disk", "update"}), default=0.0)
         return max(*self.parts.values(), before + self.tail)
 
@@ -298,7 +303,7 @@ class _Step:
         return self._apart(phase, self._drive.seconds(self._read * part, self._written * part))
 
     def _apart(self, phase: Phase, disk: float) -> Phase:
-        """Returns the phase with a tail for the first unit's update. `disk`: the update's seconds of storage."""
+        """Returns the phase with a tail for the first unit's update. `disk`: the seconds of the update's I/O."""
         update = self._update * self._first_part
         if self._host.shared:
             phase = replace(phase, parts={**phase.parts, "compute": phase.parts["compute"] - update})

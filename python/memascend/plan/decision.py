@@ -128,7 +128,7 @@ class TorchBytes:
     def of(cls, decision: Decision) -> TorchBytes:
         """Computes the bytes from the records in `decision`."""
         own = [record for record in decision.records if not record.buffer]
-        # Only records of trained parameters have the attribute `spill`.
+        # Only the records of trained parameters have a `spill` that is not None.
         gradients = sum(record.values.nbytes for record in own if record.spill is not None)
         state = sum(
             # The state "rest" is the low half of an fp32 master weight. torch would keep all 4 bytes of the master

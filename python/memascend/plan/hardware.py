@@ -136,8 +136,8 @@ DRIVES = {
 # The drive that `memascend plan` assumes if the user names neither a drive, nor a path whose drive can be measured.
 ASSUMED_DRIVE = "gen4"
 
-# Matches suffixes that drivers add to a card's name: plug, memory, edition. Does not match "laptop", because a laptop
-# card is a different card even if its number is the same.
+# Matches suffixes that drivers add to a card's name: connector, memory, edition. Does not match "laptop", because a
+# laptop card is a different card even if its number is the same.
 _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|blackwell\w*edition)*")
 
 

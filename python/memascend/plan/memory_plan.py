@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memascend.storage import Sizes
 
 
-# Heap bytes of an arena besides its slots: for the arena itself, for each class, for each slot.
+# Heap bytes of an arena besides its slots: for the arena itself, for each class (all slots of one size), for each slot.
 _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
@@ -77,7 +77,7 @@ def arena_bytes(classes: Mapping[int, int]) -> int:
 # has 12 bytes for each parameter, so a step writes 12/16 = 3/4 byte of records for each parameter. A log of 32 steps
 # would save 3/8 byte of this, but would need twice the space and twice the time for a replay.
 _STEPS = 16
-# Without `log_steps=`, a log takes at most 1/2 of the free space.
+# On a file system, a log takes at most 1/2 of the free space if the user gives no `log_steps=`.
 _SHARE = 2
 
 
@@ -120,7 +120,7 @@ class Requirements:
     gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
     whole_bytes: int = 0  # bytes of memory for an optimizer that updates whole parameters
     # Further bytes of memory for an optimizer that updates whole parameters. While the optimizer updates a parameter,
-    # the next parameter is read, or the previous parameter is written, in these bytes.
+    # the next parameter is read into these bytes, or the previous parameter is written from these bytes.
     whole_next_bytes: int = 0
     # The chunks, {bytes: count}, through which checkpointed activations go to storage.
     activation_chunks: Mapping[int, int] = field(default_factory=dict)

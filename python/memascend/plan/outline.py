@@ -62,7 +62,7 @@ class Outline:
 
     @property
     def kind(self) -> str:
-        """The name of the torch class that this module stands for: "ModuleList" if its children are numbered."""
+        """The torch class that this module stands for: "ModuleList" if a child's name is a number, else "Module"."""
         return "ModuleList" if any(name.isdecimal() for name in self.children) else "Module"
 
     @classmethod

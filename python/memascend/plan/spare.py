@@ -53,7 +53,7 @@ class HostMemory:
 class Spare:
     """A value of `host_memory=`: the budget is all memory that the machine can spare.
 
-    Because the user gave no size, a run may exceed this budget.
+    If the default plan needs more memory than this budget, the run still uses the default plan.
     """
 
     machine: HostMemory | None = None  # None: this machine, measured when a run begins
@@ -89,9 +89,10 @@ class Spare:
 
 
 def with_spare(made: Callable[[int | None], Plan], spare: int) -> Plan:
-    """Returns the plan with the largest budget, up to `spare`, that a run can use; at least the default plan.
+    """Returns the plan for a budget of `spare` bytes, or of fewer bytes if a run cannot use all of them.
 
-    The function `made` takes a budget and returns its plan. `made(None)` returns the default plan.
+    Returns the default plan if `spare` is not larger than the default plan's budget. The function `made` takes a budget
+    and returns the plan for this budget. `made(None)` returns the default plan.
     """
     default = made(None)
     if spare <= default.budget:

@@ -33,7 +33,7 @@ class Traffic:
     spared: tuple[int, int] | None = None
 
     def by(self, way: Way, *, evicted: bool) -> Traffic:
-        """Returns the traffic of a step whose updates run in the way `way`.
+        """Returns the traffic of a step whose updates run as `way` says.
 
         `evicted` is True if a unit may be evicted before its update. An early update then reads the values again.
         """
@@ -322,7 +322,8 @@ def _log_shown(plan: Plan) -> str:
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Returns one row for each group of similar units, in the order of the groups' first units.
 
-    All units of a group have the same `_likeness`. Either their names differ only in numbers, or they are neighbours.
+    All units of a group have the same `_likeness`. The names of these units differ only in numbers, or these units are
+    neighbours.
     """
     groups: dict[object, list[Unit]] = {}
     last: object = None

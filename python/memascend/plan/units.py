@@ -198,8 +198,9 @@ def _bound_in(
 # Blocks with more bytes than this limit are divided. If a single module owns more bytes, the limit is that module's
 # bytes instead, since the parameters of one module are never divided.
 _BOUND_BYTES = 1 << 30
-# A leftover is a module, or a part of a module, outside of blocks. The smallest leftovers are pinned: each of them has
-# at most 1/16 of the bytes of the largest block, and all of them together have at most 1/4 of these bytes.
+# A leftover is a module, or a part of a module, outside of blocks. The smallest leftovers are pinned. Each pinned
+# leftover has at most 1/16 of the bytes of the largest block. All pinned leftovers together have at most 1/4 of the
+# bytes of the largest block.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -346,7 +347,8 @@ def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]
 def _small(leftovers: Sequence[UnitDraft], limit: int) -> list[UnitDraft]:
     """Returns the smallest leftovers, which become the pinned unit.
 
-    Each returned leftover has at most 1/16 of `limit` bytes, and all returned leftovers together have at most 1/4.
+    Each returned leftover has at most 1/16 of `limit` bytes. All returned leftovers together have at most 1/4 of
+    `limit` bytes.
     """
     found, total = [], 0
     for draft in sorted(leftovers, key=lambda draft: draft.nbytes):

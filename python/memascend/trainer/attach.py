@@ -150,7 +150,7 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
         # Reduce gradients in each micro-batch. Otherwise each rank would accumulate unsharded gradients of the whole
         # model in memory, and would add them in a different order than a single process.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        # train() shards the model and so replaces the model's parameters: offload the new parameters afterwards.
+        # train() shards the model, which replaces the model's parameters. So `begin()` runs after the sharding.
         resume.begin_late(begin)
         return None
     return begin()
@@ -213,7 +213,7 @@ class OffloadCallback(Callback):
         pass
 
     def on_optimizer_step(self, *given: Any, **others: Any) -> None:
-        """Tells accelerate if `nonfinite="skip"` dropped this step: then the Trainer does not advance its scheduler."""
+        """Tells accelerate if `nonfinite="skip"` dropped this step. Then the Trainer does not advance the scheduler."""
         super().on_optimizer_step(*given, **others)
         assert self._session is not None
         if self._session.nonfinite == "skip":
@@ -423,7 +423,7 @@ def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]
 def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Iterator[tuple[str, str | None, int]]:
     """Yields the file, the position and the step of each store that exists.
 
-    `most`: the number of this rank's possible paths that are checked; None to check all of these paths.
+    A rank's store may be at one of several paths. `most`: check only the first `most` paths; None to check all.
     """
     places = [os.path.expanduser(path) for path in paths]  # noqa: PTH111
     possible = candidates(places, trainer.args.process_index, trainer.args.world_size) if places else []

@@ -27,7 +27,7 @@ from memascend.trainer.callback import offloaded_optimizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-# Packages whose code was tested: it gives the same results by layer as without.
+# Packages whose code was tested: a step by layer gives the same results as one micro-batch after the other.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
 # The Trainers whose training_step() and compute_loss() were tested by layer: module -> class. Other Trainers of TRL
 # switch adapters or checkpointing on and off within these two methods.
@@ -159,7 +159,7 @@ class Room:
                 return step(inputs)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before, self._elements = torch.cuda.memory_allocated(self._device), _elements(inputs)
-            # Measure before the head, because a step by layer also has the head's activations of only one micro-batch
+            # Measure before the head runs. Even by layer, the head's activations are in memory for only one micro-batch
             # at a time.
             handle = _without_head(model).register_forward_hook(ended)
             try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _log = logging.getLogger("memascend")
-# How many rows of a data set are compared, and how many rows of the embeddings.
+# The largest number of rows that are compared, of a data set and of the embeddings.
 _ROWS = 64
 # The largest number of characters of a text that is compared whole. Of a longer text, a prefix and a digest are
 # compared.

@@ -17,7 +17,7 @@ _NUMBERS = "biufc"
 
 
 def digest_of(value: Any) -> str:
-    """Returns a digest that covers both ends of each tensor in a value, and all its numbers and texts."""
+    """Returns a digest that covers all numbers and texts in a value, and both ends of each tensor in the value."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     _add(digest, value)
     return digest.hexdigest()

@@ -43,7 +43,7 @@ def is_shown(args: Any) -> bool:
 
 
 def print_in_words(printing: TrainerCallback) -> None:
-    """Removes `FIGURES` from the logs that a callback prints, because `Display` prints these figures in words."""
+    """Removes `FIGURES` from the logs that a callback prints, because `Display` already prints these figures."""
     own = printing.on_log
 
     def on_log(*given: Any, logs: dict[str, Any], **others: Any) -> None:
@@ -62,7 +62,7 @@ class Display(TrainerCallback):
         self._trainer, self._resume, self._forecast = trainer, resume, forecast
         self._optimizer: OffloadedOptimizer | None = None
         self._silent = True
-        # The result of `_now()` at the end of the last step, or before the first step.
+        # The result of `_now()` at the end of the last step, or before the first step. None until then.
         self._last: tuple[float, int, float] | None = None
         # The number of tokens in the batches of the current step.
         self._tokens = 0

@@ -250,7 +250,7 @@ class Feed:
         restore(found, states if are_all else {path: states[path] for path in states.keys() & found.keys()})
 
     def _pass(self, iterator: Any, count: int, of: int) -> None:
-        """Skips `count` of the `of` batches that the run has fetched.
+        """Skips the first `count` batches. `of`: the number of batches that the run has fetched, for an error message.
 
         If possible, draws only the indices of these batches.
         """

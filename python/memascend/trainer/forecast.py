@@ -85,9 +85,9 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
 
 
 def _parameters_of_token(model: Any) -> float:
-    """Returns the number of parameters that compute each token.
+    """Returns the number of parameters with which the model computes one token.
 
-    Counts only the share of the experts that the router chooses for a token.
+    Of the experts' parameters, counts only the share that the router chooses for a token.
     """
     config = getattr(model, "config", None)
     chosen = getattr(config, "num_experts_per_tok", None)

@@ -40,7 +40,7 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 
     Leaves out the global generators of the process.
     """
-    # random.random and np.random.rand are bound methods of the process's global generators.
+    # These functions are bound methods, so `__self__` of each method is a global generator of the process.
     methods: list[Any] = [random.random, np.random.rand]
     of_process = {id(method.__self__) for method in methods}
     return {
@@ -56,7 +56,7 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the path and the value of each object that is reachable from `roots`, breadth first.
 
-    Yields an object once.
+    Yields each object only once.
     """
     queue: list[tuple[str, Any]] = [*roots.items()]
     seen: set[int] = set()

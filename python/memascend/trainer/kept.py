@@ -22,8 +22,8 @@ _KINDS: dict[str, type[Any]] = {
 }  # fmt: skip
 # Of a container that has more parts than this, only the length is compared.
 _COMPARED_PARTS = 10_000
-# `Watch` ignores the attributes that the code of these packages uses. Commits always store those of the attributes that
-# `names.SUMS` and `names.AVERAGES` list.
+# `Watch` ignores the attributes that the code of these packages uses. Even without `keep=`, commits store the
+# attributes in `names.SUMS` and `names.AVERAGES`.
 _LIBRARIES = frozenset(
     {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
 )

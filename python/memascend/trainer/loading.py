@@ -212,7 +212,7 @@ def _noted(model: Any, checkpoint_files: Sequence[str], load_config: Any) -> Any
 def _note(model: Any, name: str, source: Source) -> None:
     """Stores the source of a parameter on the parameter.
 
-    Reads the values of a buffer at once, because buffers are small.
+    For a buffer, reads the values now instead, because buffers are small.
     """
     module, _, short = name.rpartition(".")
     owner = model.get_submodule(module)

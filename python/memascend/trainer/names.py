@@ -69,8 +69,8 @@ def require(trainer: Any) -> None:
 def require_loader() -> tuple[type[Any], Any]:
     """Returns transformers' LoadStateDictInfo and build_glob_alternation.
 
-    LoadStateDictInfo reports missing and unexpected keys. build_glob_alternation() makes the pattern of the parameters
-    that keep another dtype than the model's.
+    LoadStateDictInfo reports missing and unexpected keys. build_glob_alternation() makes a pattern that matches the
+    names of parameters whose dtype differs from the model's dtype.
 
     Raises:
         ConfigError: this version of transformers does not have one of these names, or loads weights by another method.

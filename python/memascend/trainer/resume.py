@@ -90,11 +90,11 @@ class Resume:
         self._batches, self._begun = 0, (0, 0.0)
         # The number of the epoch that the next `on_epoch_begin` event begins.
         self._next_epoch = 0
-        # Log lines that this training wrote at its end, before it was made longer. The longer training adds these lines
-        # to its log.
+        # The log lines that the training wrote at its earlier end, if the training was made longer since. The longer
+        # training adds these lines to its log.
         self._lines: list[dict[str, Any]] = []
-        # The result of `TrainerSnapshot.taken()` after the last step's events, and the number of `session.edits` blocks
-        # that were committed until then.
+        # The result of `TrainerSnapshot.taken()` after the last step's events. The entry "blocks" has the number of
+        # `session.edits` blocks that were committed before this moment.
         self._ended: dict[str, Any] = {}
         # The gradient norm of the current step, for the log.
         self._norm: float | None = None
@@ -295,7 +295,7 @@ class Resume:
         return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Offloads the sharded model under FSDP2. Restores the scheduler, which the Trainer has made before."""
+        """Offloads the sharded model under FSDP2. At a resume, restores the Trainer's scheduler."""
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
@@ -316,8 +316,8 @@ class Resume:
             # The scheduler's constructor changed the learning rates, so restore the learning rates, too.
             self._restore_schedule()
             if schedule.steps_alone(scheduler):
-                # A commit stores the scheduler before the Trainer advances the scheduler. Advance it here, so that
-                # callbacks see the scheduler as in a checkpoint of the same step.
+                # A commit stores the scheduler before the Trainer advances the scheduler. Advance the restored
+                # scheduler here, so that callbacks see the scheduler as in a checkpoint of the same step.
                 scheduler.step()
         self._start = time.monotonic()
         return prepared
@@ -552,7 +552,7 @@ class Resume:
         ended["summary"] = [numbers(line) for line in log[-2:] if "train_runtime" in line]
         return encoded({**kept, "ended": {**ended, "steps": self._trainer.state.max_steps}, **others})
 
-    # --- files, where all ranks write them ----------------------------------------------------------
+    # --- files that all ranks write together --------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model.

@@ -23,7 +23,8 @@ pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, 
     let rest = unsafe { elements_mut::<u16>(&state, next()?, elements) };
     // SAFETY: the turn owns the extent. `exp_avg` is the tensor after `rest`, and disjoint from it.
     let exp_avg = unsafe { elements_mut::<f32>(&state, next()?, elements) };
-    // SAFETY: the turn owns the extent. `exp_avg_sq` is the tensor after `exp_avg`, and disjoint from the others.
+    // SAFETY: the turn owns the extent. `exp_avg_sq` is the tensor after `exp_avg`, and disjoint from `rest` and
+    // `exp_avg`.
     let exp_avg_sq = unsafe { elements_mut::<f32>(&state, next()?, elements) };
     // SAFETY: the turn also owns the part that holds the values. The unused rest of the last page of this part is
     // stored as zeros.

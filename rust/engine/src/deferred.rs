@@ -84,8 +84,8 @@ impl Deferred {
         self.lock().named.retain(|&one, _| record.is_some_and(|record| record != one));
     }
 
-    /// Call this after a commit. It marks the updates that the previous commit named as over, and moves the updates
-    /// that this commit named to `behind`.
+    /// Call this function after a commit. The function sets `over` of each update that the previous commit named. It
+    /// moves each update that this commit named from `named` to `behind`.
     pub(crate) fn committed(&self, store: &Store) -> Result<()> {
         let mut state = self.lock();
         let named = std::mem::take(&mut state.named);
@@ -171,7 +171,7 @@ impl Engine {
     }
 
     /// Settles all records with a deferred update, and commits the settled records as a part of the last step. Returns
-    /// `false` if the last commit deferred no update. The next step must not be staged yet.
+    /// `false` if the last commit deferred no update. Call this function only while no step is staged.
     pub fn catch_up(&self, mut wait: Wait<'_>) -> Result<bool> {
         self.here()?;
         if !self.is_behind() {
@@ -337,8 +337,8 @@ impl Settle {
 impl Work for Settle {
     fn begin(&self, bench: &Workbench<'_>, record: usize) -> Result<()> {
         if self.behind.is_over() {
-            // A later commit contains the updated record. So the job has nothing to do, unless a caller waits for
-            // values of the earlier commit.
+            // A later commit contains the updated record, so the job has nothing to do. A caller that waits for values
+            // of the earlier commit gets an error.
             return if self.into.is_some() { Err(overwritten(bench.store, record)) } else { Ok(()) };
         }
         if self.writes { bench.begin_settling(record) } else { Ok(()) }

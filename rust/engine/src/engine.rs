@@ -203,8 +203,8 @@ impl Engine {
     }
 
     /// Queues a job that writes a gradient to the record's place for a spilled gradient. With `add`, the job adds
-    /// `gradient` to the gradient that is in this place already. It computes the sum in fp32, or in float64 for float64
-    /// gradients. It rounds the sum once, to the dtype of the spilled gradient.
+    /// `gradient` to the gradient that is in this place already. It computes the sum in float32, or in float64 for
+    /// float64 gradients. It rounds the sum once, to the dtype of the spilled gradient.
     ///
     /// Returns once the queue has room for the gradient. A spilled gradient is not part of a step: a commit keeps the
     /// spilled gradient, and opening the store again forgets it. If the job fails or is discarded, the record has no
@@ -314,8 +314,8 @@ impl Engine {
         Err(nothing(&self.shared.store, record))
     }
 
-    /// Returns an error in a forked child process. The engine's threads do not run in the child. A lock that such a
-    /// thread held at the fork would never be released there.
+    /// Returns an error in a forked child process. The engine's threads do not run in the child. A lock that one of
+    /// these threads held at the fork would never be released in the child.
     pub(crate) fn here(&self) -> Result<()> {
         if self.maker.is_elsewhere() {
             let why =
@@ -402,8 +402,8 @@ impl Drop for Engine {
 impl Shared {
     fn serve(&self, others: Option<Scratch>, wholes: Vec<Scratch>) {
         self.queue.work_here();
-        // If the pipeline panics, unwinding drops its reads and writes in flight. Each drop waits for the device. So no
-        // device accesses memory after it is freed.
+        // If the pipeline panics, unwinding drops the reads and writes in flight. Dropping a read or a write waits for
+        // the device. So the memory is freed only after the device has stopped using the memory.
         let served = catch_panic(|| {
             let bench = Workbench::new(&self.store, others, wholes)?;
             let caller = Caller::default();

@@ -15,11 +15,12 @@ pub(crate) fn are_needed(record: &Record) -> bool {
     record.dtype == Dtype::F32 || record.format.master() != Master::Own
 }
 
-/// The values of a record in memory of the caller, as they were after the last commit.
+/// A record's values after the last commit, in the caller's memory.
 pub(crate) struct Live(Box<dyn Buffer>);
 
 impl Live {
-    /// Returns `None` if an update of the record does not compute with the record's values.
+    /// Returns `values` as a `Live`. Returns `None` if an update of the record does not compute with the record's
+    /// values.
     pub(crate) fn new(store: &Store, record: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
         let described = &store.description().records[record];
         let wanted = described.elements() * described.dtype.bytes();

@@ -32,9 +32,9 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// The default number of staging chunks. Take a disk that is busy only with four requests of 1 MiB in flight. Four
-/// chunks are too few for this disk. The engine computes one of the four chunks. For another chunk, perhaps only the
-/// last request is in flight. So the four chunks together may have fewer than four requests in flight. A benchmark
+/// The default number of staging chunks. Assume a disk that reaches its full speed only with four requests of 1 MiB in
+/// flight. Four chunks are too few for this disk: the engine computes on one chunk, and another chunk may have only its
+/// last request in flight. So the four chunks together may have fewer than four requests in flight. A benchmark
 /// simulated such a disk, with a spin loop as the arithmetic. With 4 chunks, the pipeline reached 0.8 of the speed of
 /// I/O without arithmetic. With 12 chunks, it reached at least 0.95. With 16 chunks, it was no faster than with 12.
 pub const CHUNKS_DEFAULT: usize = 12;
@@ -42,8 +42,8 @@ pub const CHUNKS_DEFAULT: usize = 12;
 /// no chunk becomes free within this time, functions of the user have kept tensors of chunks.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A job that has begun. Rust drops the fields in their order. So `work` drops the caller's tensors before `_room`
-/// subtracts the bytes of these tensors from the queue.
+/// A job that has begun. Rust drops the fields in the order of their declaration. So `work` drops the caller's tensors
+/// before `_room` subtracts the bytes of these tensors from the queue.
 struct Begun<'a> {
     work: Box<dyn Work>,
     turns: u32,
@@ -283,7 +283,7 @@ impl<'a> Pipeline<'a> {
             || self.writing.iter().any(|writing| writing.running.mark.record == record)
     }
 
-    /// Begins a job. Returns the job instead if the memory that it needs is not free yet.
+    /// Begins a job, and returns `None`. If the memory that the job needs is not free yet, returns the job instead.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
         let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.record) };
         if matches!(claimed, Ok(false)) && !self.is_still() {

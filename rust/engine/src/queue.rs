@@ -33,7 +33,7 @@ pub(crate) struct QueueState {
     pub(crate) closing: bool,
     /// The first error of the step. `failure` returns this error once. After that, the step can only be discarded.
     pub(crate) failed: Option<Error>,
-    /// True once `failure` has returned `failed`.
+    /// True once `failure` has returned the error in `failed`.
     pub(crate) is_reported: bool,
     /// The error that ended the pipeline's thread before the engine was closed. No job runs after this error.
     ended_by: Option<Error>,

@@ -16,7 +16,7 @@ use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 use crate::{Result, error::catch_panic, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
 /// The longest time that a thread waits for a staging chunk. After a commit, only the threads of [`Workers`] use
-/// staging chunks, and there is a chunk for each of them. So no thread waits this long.
+/// staging chunks, and there are at least as many chunks as threads. So no thread waits this long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Updates chunks of records in RAM on several threads.
@@ -30,8 +30,8 @@ pub(crate) struct Workers<'a> {
 /// Updates that several threads read.
 struct SharedUpdates<'a>(Vec<(Waiting, InMemoryUpdate<'a>)>);
 
-// SAFETY: threads only read the updates. Nothing writes to the gradient of a record in RAM, because the gradient is in
-// host memory ([Note: handed-over memory]).
+// SAFETY: threads only read the updates. The gradient of a record in RAM is in host memory, and nothing writes to this
+// memory ([Note: handed-over memory]).
 unsafe impl Sync for SharedUpdates<'_> {}
 
 impl Workers<'_> {

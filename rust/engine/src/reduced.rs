@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// True if the state is in a reduced format. The formats `Plain` and `Compact` are not reduced: for these two formats,
-/// the fp32 kernels compute Adam.
+/// the float32 kernels compute Adam.
 pub(crate) fn is_reduced(record: &Record) -> bool {
     !matches!(record.format, Format::Plain | Format::Compact)
 }

@@ -55,7 +55,7 @@ impl Mark {
         Self { record, nbytes, leaves, urgent: false, failed: Mutex::default(), cancelled, completed }
     }
 
-    /// Creates the mark of an urgent job, which holds no tensors of the step.
+    /// Creates the mark of an urgent job. An urgent job holds no tensors of the step.
     pub(crate) fn urgent(record: usize) -> Self {
         Self { urgent: true, ..Self::new(record, 0, Leaves::Same) }
     }

@@ -24,7 +24,7 @@ pub enum GradientSource {
     /// A gradient that the caller gives.
     Given(Gradient),
     /// The spilled gradient of the record. The update multiplies the gradient by each of these factors, one after the
-    /// other. Each product is computed in fp32 and rounded to the dtype of the gradient, as torch's `mul_` does. The
+    /// other. Each product is computed in float32 and rounded to the dtype of the gradient, as torch's `mul_` does. The
     /// spilled gradient itself does not change.
     Spilled(Vec<f32>),
 }
@@ -36,7 +36,7 @@ pub(crate) struct KernelUpdate {
     /// If given, the turns of this update also spill the gradient. The update then takes the gradient from the staging
     /// chunk, and does not read it from storage.
     spill: Option<Spill>,
-    /// The values of the record in memory of the caller. With `None`, an update that computes with the values reads the
+    /// The record's values in the caller's memory. With `None`, an update that computes with the values reads the
     /// values from storage.
     live: Option<Live>,
     rule: Rule,

@@ -117,8 +117,8 @@ impl<'a> Workbench<'a> {
         Ok(Self { extents: Extents::Given(values, state), ..Self::new(store, None, Vec::new())? })
     }
 
-    /// Begins to stage a record. First waits for all reads of the slot that will be overwritten. Cancelling the job
-    /// ends this wait.
+    /// Begins to stage a record. First waits for all reads of the slot that will be overwritten. If the job that begins
+    /// now is cancelled, this wait ends.
     pub(crate) fn begin(&self, record: usize, step: u64) -> Result<()> {
         self.waiting(|wait| self.store.begin(record, step, wait))
     }
@@ -203,7 +203,7 @@ impl<'a> Workbench<'a> {
     /// Copies an extent from the RAM tier to `part`, which must have the size of the extent.
     pub(crate) fn take_ram_tier(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: only updates write to the RAM tier, and this is the record's only running update.
+        // SAFETY: only updates write to the RAM tier, and no other update of the record runs now.
         let from = unsafe { bytes_mut(&ram_tier) };
         // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         unsafe { bytes_mut(part) }.copy_from_slice(from);
@@ -213,7 +213,7 @@ impl<'a> Workbench<'a> {
     /// Copies `part` to an extent in the RAM tier. The extent must have the size of `part`.
     pub(crate) fn put_in_ram(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: this is the only running update of the record, and only updates write to the RAM tier.
+        // SAFETY: only updates write to the RAM tier, and no other update of the record runs now.
         let into = unsafe { bytes_mut(&ram_tier) };
         // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         into.copy_from_slice(unsafe { bytes_mut(part) });

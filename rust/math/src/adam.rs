@@ -156,7 +156,7 @@ fn elements<G: Element, O: Element, const OUT: bool>(
     let len = master.len();
     let (grad, exp_avg, exp_avg_sq) = (&grad[..len], &mut exp_avg[..len], &mut exp_avg_sq[..len]);
     let out = if OUT { &mut out[..len] } else { out };
-    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: if `s` stayed a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {

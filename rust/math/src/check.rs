@@ -208,15 +208,16 @@ impl Sum {
     }
 }
 
-/// The largest difference of exponents in a block for which lanes add whole squares without rounding. If E is the
+/// If the exponents of a block differ by at most this number, lanes add whole squares without rounding. If E is the
 /// largest and e the smallest exponent, all squares are multiples of `2^grid(e)` and below `2^(2E + 2)`. See [Note:
 /// exact lanes].
 const fn narrow<T: Element>() -> i32 {
     (FRACTION - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
 
-/// The largest difference of exponents for which lanes add split squares without rounding. The upper part is a multiple
-/// of g = 2^(2E + 2 + 6 - 52), because a lane adds 2^6 upper parts. The lower part is at most g / 2.
+/// If the exponents of a block differ by at most this number, lanes add split squares without rounding. With E as the
+/// largest exponent, the upper part of a square is a multiple of g = 2^(2E + 2 + 6 - 52). The 6 is in the formula
+/// because a lane adds 2^6 upper parts. The lower part is at most g / 2.
 const fn wide<T: Element>() -> i32 {
     FRACTION - LANE_BITS - T::PRECISION
 }

@@ -134,7 +134,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, grad) = (&mut rest[..len], &grad[..len]);
     let (exp_avg, exp_avg_sq) = (&mut exp_avg[..len], &mut exp_avg_sq[..len]);
-    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: if `s` stayed a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {

@@ -76,8 +76,8 @@ impl Element for Bf16 {
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
-        // Sets the quiet bit, so that a NaN stays a NaN. All other bits of its fraction may be in the lower half, which
-        // is dropped.
+        // Sets the quiet bit, so that a NaN stays a NaN. Without this bit, a NaN would become an infinity if all set
+        // bits of its fraction were in the lower half, which is dropped.
         let nan = (bits >> 16) | 0x40;
         Self(if bits & !SIGN > INFINITY { nan } else { rounded } as u16)
     }

@@ -1,5 +1,5 @@
-//! SIMD kernels on slices. They check gradients for overflow, sum squares and unscale, update by `AdamW`, `Adam` and
-//! SGD, and store optimizer state in fewer bits.
+//! SIMD kernels on slices. They check gradients for overflow, sum the squares of gradients, unscale gradients, update
+//! parameters by `AdamW`, `Adam` and SGD, and store optimizer state in fewer bits.
 //!
 //! Each algorithm is one loop. The compiler vectorises the loop once for each instruction set ([`Simd`]).
 //! [`Simd::chosen`] picks the fastest instruction set at run time. Every instruction set and every number of threads

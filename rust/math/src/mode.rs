@@ -79,8 +79,8 @@ mod tests {
 
     #[test]
     fn the_callers_mode_comes_back() {
-        // The test sets rounding toward zero, and not flushing of denormals, because Valgrind's processor has no bits
-        // for flushing.
+        // The test sets rounding toward zero. It does not set flushing of denormals, because Valgrind's processor has
+        // no bits for flushing.
         const ROUNDING: Register = 0x6000;
         let before = read();
         write(before | ROUNDING);

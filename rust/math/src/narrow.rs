@@ -1,5 +1,5 @@
-//! Computes Adam on compact bfloat16 parameters with bfloat16 moments. Does so in one pass, without the fp32 blocks of
-//! `reduced.rs`, and gives the same bits as `reduced.rs`.
+//! Computes Adam on compact bfloat16 parameters with bfloat16 moments. The kernel makes one pass, without the fp32
+//! blocks of `reduced.rs`, and gives the same bits as `reduced.rs`.
 
 use crate::{
     Bf16, Element, Floats, Scalars,
@@ -41,7 +41,7 @@ fn updated<G: Element>(
     let len = values.len();
     let (rest, first, second) = (&mut rest[..len], &mut first[..len], &mut second[..len]);
     let (grad, drawn) = (&grad[..len], &drawn[..len]);
-    // Copies the scalars: behind a reference, the compiler would reload each scalar after every store.
+    // Copies the scalars: if `s` stayed a reference, the compiler would reload each scalar after every store.
     let s = *s;
     let l2 = s.l2 != 0.0;
     for i in 0..len {

@@ -124,7 +124,7 @@ impl Map {
         // Adds 1 to the code if the nearest number is 1, because the code of 1 follows the codes of the last decade.
         // The map has no -1, so only a positive `place` counts.
         let code = code + i32::from(place >= self.one_from);
-        // Below the middle, the code of a signed map is `126 - code`.
+        // For a point below the middle, a signed map uses the code `126 - code`.
         (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }

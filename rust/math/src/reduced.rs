@@ -250,7 +250,8 @@ impl ReducedKernel<'_> {
 }
 
 impl ReducedKernel<'_> {
-    /// Returns the kernel of `narrow.rs` for this block, if the state has the formats that `Narrow` updates.
+    /// Returns the kernel of `narrow.rs` for this block. Returns `None` if `Narrow` does not support this state or this
+    /// optimizer.
     #[inline(always)]
     fn narrow(&mut self, at: usize, len: usize) -> Option<(Narrow<'_>, Scalars)> {
         let Weights::Compact { values, rest, rounded_up: None } = &mut self.state.weights else { return None };

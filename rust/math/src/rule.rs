@@ -2,7 +2,8 @@
 
 use crate::{Error, Hyperparameters, Result, Scalars};
 
-/// The hyperparameters of one step of SGD with momentum. On fp32 the update has the bits of torch's `SGD`.
+/// The hyperparameters of one step of SGD with momentum. On fp32 state, the update gives the same bits as torch's
+/// `SGD`.
 #[derive(Debug, Clone, Copy)]
 pub struct Momentum {
     /// Learning rate, at least 0.
@@ -20,7 +21,7 @@ pub struct Momentum {
     pub step: u64,
     /// Factor of the gradient.
     pub grad_scale: f64,
-    /// If true, the step ascends instead of descends.
+    /// If true, the step increases the loss instead of decreasing it.
     pub maximize: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,

@@ -22,7 +22,7 @@ pub struct Hyperparameters {
     pub step: u64,
     /// Factor of the gradient.
     pub grad_scale: f64,
-    /// If true, the step ascends instead of descends.
+    /// If true, the step increases the loss instead of decreasing it.
     pub maximize: bool,
     /// Seed of stochastic rounding.
     pub seed: u64,

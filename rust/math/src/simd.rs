@@ -182,8 +182,8 @@ mod tests {
 
     #[test]
     fn a_double_rounding_is_avoided() {
-        // The product is 1 + 2^-24, half-way between two fp32. The addend decides the rounding, and is too small to
-        // change a float64 sum.
+        // The product is 1 + 2^-24, half-way between two fp32 numbers. The addend decides the rounding, and is too
+        // small to change a float64 sum.
         let (a, b) = (97.0 / 64.0, 172_961.0 / 262_144.0);
         let wanted = [1.0 + f32::EPSILON, 1.0, 1.0].map(f32::to_bits);
         for simd in Simd::available() {

@@ -59,7 +59,7 @@ impl Squares {
     pub fn value(&self) -> f64 {
         let Some(top) = self.words.iter().rposition(|&word| word != 0) else { return self.rest };
         // Three words have at least 65 significant bits. The lower words only decide whether the sum is above the
-        // middle between two neighbouring float64.
+        // middle between two neighbouring float64 numbers.
         let first = top.saturating_sub(2);
         let upper = self.words[first..=top].iter().rev().fold(0, |upper, &word| upper << 32 | u128::from(word));
         let significand = upper | u128::from(self.words[..first].iter().any(|&word| word != 0));

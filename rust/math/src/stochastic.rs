@@ -14,19 +14,20 @@ pub(crate) trait Stochastic: Element {
 }
 
 impl Stochastic for Bf16 {
-    /// The lower half, which is dropped, is the exact probability of rounding up, in steps of 2^-16.
+    /// Drops the lower half of the bits of `value`. This half is the exact probability of rounding up, in steps of
+    /// 2^-16.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn rounded(value: f32, drawn: u16) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // The largest finite number is the limit, unless rounding to nearest gives infinity. If it does, `drawn`
-        // decides between the largest finite number and infinity.
+        // The largest finite number is the limit, unless rounding to nearest gives infinity. If rounding to nearest
+        // gives infinity, `drawn` decides between the largest finite number and infinity.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
-        // Sets the quiet bit, so that a NaN stays a NaN. All other bits of its fraction may be in the lower half, which
-        // is dropped.
+        // Sets the quiet bit, so that a NaN stays a NaN. Without this bit, a NaN would become an infinity if all set
+        // bits of its fraction were in the lower half, which is dropped.
         let nan = (magnitude >> 16) | 0x40;
         Self((bits >> 16 & 0x8000 | if magnitude > INFINITY { nan } else { rounded }) as u16)
     }

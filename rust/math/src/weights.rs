@@ -167,7 +167,8 @@ impl Weights<'_> {
                     up[i] = (sign.to_bits() >> 31) as u8;
                 }
                 for (byte, &up) in bits[at / 8..][..len.div_ceil(8)].iter_mut().zip(up.as_chunks().0) {
-                    // Gathers the lowest bit of each byte in the highest byte, without carries.
+                    // Gathers the lowest bits of the eight bytes of `up` in the highest byte of the product, without
+                    // carries.
                     *byte = (u64::from_le_bytes(up).wrapping_mul(0x0102_0408_1020_4080) >> 56) as u8;
                 }
             }

@@ -40,14 +40,14 @@ def spread(numel, dtype, seed=0):
 
 
 def found(tensors, factor=1.0):
-    """Returns for each tensor whether the kernel found a non-finite element, and its exact sum of squares."""
+    """Returns for each tensor whether the kernel found a non-finite element, and the tensor's exact sum of squares."""
     sums = new_sums(len(tensors), CPU)
     check_jit.begin(list(enumerate(tensors)), factor, sums)
     return found_in(sums)
 
 
 def folded(tensors, factor=1.0):
-    """Checks and unscales all tensors together; returns both results of the kernel as Python numbers."""
+    """Checks and unscales the tensors; returns whether any element is non-finite, and the sum of all squares."""
     sums = new_sums(1, CPU)
     check_jit.begin([(0, tensor) for tensor in tensors], factor, sums)
     nonfinite, squares = check_jit.fold(sums)

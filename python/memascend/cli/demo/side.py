@@ -44,7 +44,7 @@ def read_text() -> torch.Tensor:
 
 
 def batch(text: torch.Tensor, step: int, rows: int, length: int) -> torch.Tensor:
-    """Returns the batch of a step: `rows` texts of `length + 1` bytes. The last byte is a target, never an input."""
+    """Returns the batch of a step: `rows` texts of `length + 1` bytes. The last byte of a text is only a target."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
     return torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
@@ -124,7 +124,7 @@ def _train(settings: Settings) -> None:
         model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     with contextlib.suppress(OSError):
-        # Some containers forbid restart_peak(). In such a container, the peak includes the memory of the imports.
+        # Some containers forbid restart_peak(). There, the reported peak includes the memory that the imports took.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}

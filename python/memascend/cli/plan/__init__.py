@@ -204,7 +204,11 @@ def ask(options: argparse.Namespace) -> Question:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    """Describes the model. torch is not needed if AdamW trains a built-in shape on one rank with checkpointing."""
+    """Describes the model.
+
+    For a built-in shape in 16 bits, the import of torch is not needed if AdamW trains the shape on one rank with
+    activation checkpointing.
+    """
     from memascend.cli.plan import builtin
 
     shape = shape_named(options.model)

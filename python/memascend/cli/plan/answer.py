@@ -205,7 +205,7 @@ class Answer:
 
     @property
     def bound(self) -> str | None:
-        """The kind of work that is the longest part of a step, summed over the phases; None: a speed is not known."""
+        """The kind of work that limits a step for the most seconds, such as "disk"; None: a speed is not known."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -260,7 +260,7 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 
     Without clipping, "early" updates are always valid, so a run uses only the way "early". If several micro-batches run
     one after the other, "early" is excluded, because a Trainer does not tell memascend which micro-batch is the last. A
-    training loop can pass `accumulation_steps=` to `offload()`. Such a loop is faster than the estimate.
+    training loop can tell memascend by `accumulation_steps=` of `offload()`, and is then faster than the estimate.
     """
     options = question.options
     if "early" not in found:
@@ -361,7 +361,7 @@ def _smaller(question: Question) -> str:
 
 
 def _elsewhere(question: Question) -> str:
-    """Suggests to move checkpointed activations off the GPU; "" if this does not help."""
+    """Suggests moving checkpointed activations off the GPU; "" if this does not help."""
     trace, more = question.trace, question.micro_batches - 1
     if not question.by_layer or question.carries or isinstance(trace, str) or not trace.recomputes:
         return ""
@@ -482,11 +482,12 @@ class Proposal:
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
-    """Proposes the largest micro-batch that fits, and the fewest micro-batches with which compute is the bound.
+    """Proposes a step with the largest micro-batch that fits.
 
-    If compute never becomes the bound, proposes the last number of micro-batches that still makes a step faster. `now`
-    is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already the bound, if
-    the seconds are not known, or if no larger step is faster.
+    The step has the smallest number of micro-batches with which compute is the longest part of the step. If compute
+    never becomes the longest part, the step has the last number of micro-batches that still makes a step faster. `now`
+    is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already the longest
+    part of a step, if the seconds are not known, or if no larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None

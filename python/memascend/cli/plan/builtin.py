@@ -1,4 +1,4 @@
-"""Plans the training of a built-in shape by AdamW without torch. Computes operations and memory by formulas.
+"""Plans, without torch, how AdamW trains a built-in shape. Computes operations and memory by formulas.
 
 The tests compare the results of the formulas with traces of transformers' models, and with plans for torch's AdamW.
 """
@@ -81,7 +81,7 @@ class _Sizes:
 
     @property
     def products(self) -> tuple[int, int]:
-        """The elements of all matrices that compute a token in a block, and the elements of the block's last matrix."""
+        """The number of elements of all matrices that compute a token in a block, and of the last of these matrices."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         if self.experts:
             routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)

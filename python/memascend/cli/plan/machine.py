@@ -63,7 +63,10 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_drive(text: str) -> Drive:
-    """Parses the value of `--drive`: a name, or READ,WRITE, the sustained speeds in GB/s of all devices together."""
+    """Parses the value of `--drive`: a name, or READ,WRITE.
+
+    READ and WRITE are the sustained speeds of all devices together, in GB/s.
+    """
     known = DRIVES.get(text.lower().replace(" ", ""))
     if known is not None:
         return known

@@ -84,7 +84,10 @@ def _experts(number: int, chosen: int, wide: int, *, local: bool = True) -> dict
 def _qwen3_5(
     widths: tuple[int, int], layers: int, heads: tuple[int, int], linear: int, *, tied: bool, **more: Any
 ) -> dict[str, Any]:
-    """Returns the config of a Qwen3.5 model. Three of four blocks have linear attention with `linear` value heads."""
+    """Returns the config of a Qwen3.5 model.
+
+    Three of every four blocks have linear attention with `linear` value heads.
+    """
     kind = "qwen3_5_moe_text" if more else "qwen3_5_text"
     more |= {"linear_num_value_heads": linear, "linear_num_key_heads": 16}
     return _shape(kind, widths, layers, (*heads, 256), (248_320, 262_144), tied=tied, more=more)
@@ -243,13 +246,13 @@ def _key(name: str) -> str:
     return "".join(word for word in words if word not in _VARIANTS)
 
 
-# For each name, by its `_key()`: the shape, and the name that errors show.
+# Maps the `_key()` of each name to the shape, and to the name that errors show.
 _ON_THE_HUB = {_key(name): (shape, name) for shape, names in _HUB_NAMES.items() for name in names}
 _ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in _HUB_NAMES}
 _NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
-# The assumed RAM of another machine if the user gives no --ram.
+# The RAM that a plan assumes for another machine if the user gives no --ram.
 ASSUMED_RAM = "64GB"
 # A larger number in an option is a mistake, whatever the unit of the option is.
 _FIGURE_MAX = 1e9

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 _YEAR_DAYS = 365
-# A larger budget is shown only if a step with the larger budget takes at most this share of the present time.
+# A larger budget is shown only if it reduces the seconds of a step to at most this share of the present seconds.
 _FASTER = 0.99
-# For each way in which updates can wait for the norm of all gradients: the name of the way in the table, and a note on
-# the seconds of a step.
+# For each of these ways in which updates may run: the name of the way in the table, and a note on the seconds of a
+# step.
 _WAYS: dict[Way, tuple[str, str]] = {
     "next backward": (
         "updates in the next backward",
@@ -143,7 +143,7 @@ def _one_after_the_other(question: Question) -> str:
 
 
 def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
-    """Formats the proposed steps. The step with micro-batches one after the other is before the step by layer."""
+    """Formats the proposed steps: first with micro-batches one after the other, then by layer."""
     layered = proposal.by_layer
     found = []
     if layered is None or layered[0] is not proposal.question:

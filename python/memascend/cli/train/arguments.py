@@ -151,7 +151,7 @@ def _name(word: str) -> str:
 def _by_name(words: Sequence[str]) -> dict[str, list[str]]:
     """Returns the values of each option, by the option's name.
 
-    If an option is repeated, only the last values count. The values of an option in `_LISTS` are collected instead.
+    If an option is repeated, only the last values count. For an option in `_LISTS`, all values count.
     """
     found: dict[str, list[str]] = {"": []}
     name = ""
@@ -234,7 +234,10 @@ def require_model(name: str, revision: str | None = None) -> None:
 
 
 def _model_folders(path: Path) -> list[str]:
-    """Returns the folders of models in the parent folder of a wrong path, or one level higher if there is no parent."""
+    """Returns the folders of models in the parent folder of a wrong path.
+
+    If the parent folder does not exist, searches the folder above the parent folder instead.
+    """
     above = path.parent if path.parent.is_dir() else path.parent.parent
     if not above.is_dir():
         return []

@@ -211,7 +211,7 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
 def _terminate(process: int, *_: object) -> None:
     if os.getpid() == process:
         raise Terminated
-    # This is a worker process of a DataLoader or of `datasets`, which inherits the handler. It ends without cleanup.
+    # Here, the process is a worker of a DataLoader or of `datasets`. Workers inherit the handler. End without cleanup.
     os._exit(Terminated.exit_code)
 
 
