@@ -18,8 +18,9 @@ from support.ranks import on_ranks, ranks
 from torch import distributed
 
 from memascend.distributed import control_plane, groups, rendezvous
+from memascend.distributed.agreement import Agreement
 from memascend.distributed.collectives import Collectives
-from memascend.distributed.control_plane import Agreement, Exchange
+from memascend.distributed.control_plane import Exchange
 from memascend.distributed.reshard import Passed, Transfer
 from memascend.distributed.rows import Layout
 from memascend.errors import ConfigError, RankError

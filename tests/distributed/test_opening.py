@@ -12,7 +12,8 @@ import torch
 from torch import distributed, nn
 
 import memascend
-from memascend.distributed.control_plane import Agreement, Alone, Exchange
+from memascend.distributed.agreement import Agreement
+from memascend.distributed.control_plane import Alone, Exchange
 from memascend.distributed.opening import EARLIER, Stores, choose, common_of, require_own, seen_at, superseded_by
 from memascend.distributed.reshard import find_earlier
 from memascend.distributed.rows import Layout, Rows

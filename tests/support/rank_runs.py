@@ -21,7 +21,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from memascend.checkpoint.shares import TensorFiles
-from memascend.distributed.control_plane import Agreement
+from memascend.distributed.agreement import Agreement
 from memascend.distributed.groups import Line, Meeting
 from memascend.distributed.replicas import Refill
 from memascend.errors import MemascendError

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memascend.distributed.control_plane import Agreement, shortened
+from memascend.distributed.agreement import Agreement
+from memascend.distributed.control_plane import shortened
 from memascend.errors import ConfigError, CorruptionError, MemascendError, RankError, StorageError
 from memascend.plan.decision import file_of
 from memascend.storage import commits, look

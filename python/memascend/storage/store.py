@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memascend.distributed.control_plane import Agreement
+    from memascend.distributed.agreement import Agreement
 
 
 # A function that the store calls before a commit takes effect; it raises if not all ranks have staged the commit.
