@@ -464,10 +464,7 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
 
 
 def killed_at_random_moments(folder, kills):
-    """Kills child processes while they save, and verifies the checkpoint after each kill.
-
-    This function forks, so it must run in its own interpreter.
-    """
+    """Kills child processes that save, and verifies the checkpoint after each kill. It forks, so run it alone."""
 
     def save(begun):
         model, optimizer = made()

@@ -56,7 +56,7 @@ def start(has_transformers):
         last = (done.err if ends else done.out).splitlines()[-1:]
         if ends == -signal.SIGINT:
             assert re.fullmatch(
-                r"stopped after step \d+, which is saved: start the same script again to continue", *last
+                r"stopped after step \d+, which is committed: start the same script again to continue", *last
             ), last
         return last
 

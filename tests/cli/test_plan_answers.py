@@ -326,7 +326,8 @@ def test_a_few_lines_decide(capsys):
     assert there[title] == "fits"
     assert there[run] == cost
     assert "in 4 micro-batches one after the other, " in there[step]
-    assert there[trainer].endswith('"48GiB"), with activations="ssd" if the Trainer computes by layer (SFT, Reward)')
+    by_layer = 'host_memory="48GiB"), with activations="ssd" if the Trainer computes by layer (SFT, Reward)'
+    assert there[trainer].endswith(by_layer)
     assert lines[trainer].startswith(
         "per_device_train_batch_size=2, gradient_accumulation_steps=8, max_grad_norm=1.0, gradient_checkpointing=True, "
         'model_init_kwargs={"dtype": "auto"}, bf16=False; '

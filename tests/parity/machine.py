@@ -94,10 +94,7 @@ class Machine(RuleBasedStateMachine):
         return self.folder / f"{self.stores}.store"
 
     def _open(self, life, file, **options):
-        """Simulates a new process: offloads a new model.
-
-        If the store is resumed, the values of the store replace the initial values.
-        """
+        """Offloads a new model, as a new process does; a resumed store replaces the model's initial values."""
         self.file, self.life = file, life
         self.processes += 1
         self.kept.clear()
@@ -139,10 +136,7 @@ class Machine(RuleBasedStateMachine):
             self.remains = self.plain.committed
 
     def _die(self, life):
-        """Resumes the copy of the killed run's store.
-
-        If the copy is marked as unclosed, offload() must raise an error that names `durability`.
-        """
+        """Resumes the killed run's copy. If the copy is unclosed, offload() must raise and name `durability`."""
         corpse, self.corpse = self.corpse, None
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
@@ -173,10 +167,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _is_partial(self):
-        """True if the mode is "fused", and the updates wait for more backwards.
-
-        Rules must not change p.grad then, because a change would delay the updates until step().
-        """
+        """True if "fused" updates wait for more backwards. Changing p.grad then would delay them until step()."""
         return self.mode == "fused" and self._declared > 1 and not self._taken
 
     @property
@@ -185,10 +176,7 @@ class Machine(RuleBasedStateMachine):
         return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
 
     def _forget_gradients(self, *, noticed=True):
-        """Records that all gradients were removed.
-
-        If `noticed` is false, the library detects the removal only when it next reads p.grad.
-        """
+        """Records that all gradients were removed. `noticed`: the library need not read p.grad to detect this."""
         self.backwards = 0
         # `fresh`: there are gradients that no step() has used. `staged`: the library has taken gradients, so a step is
         # staged. A tensor that the user puts into p.grad stages no step.
@@ -223,10 +211,7 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _mixes(self):
-        """True if a step is staged. save() and edits of weights then raise an error.
-
-        If all gradients were removed from p.grad, save() and edits drop the staged step and do not raise.
-        """
+        """True if a step is staged, so that save() and edits raise. Removed gradients drop the step instead."""
         if self.staged and not self._present:
             self._forget_gradients()
         return self.staged

@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
         ):
             _refused(partial(encoded, values.bfloat16(), given, form), words)
         _refused(partial(engine.decode_state, values.bfloat16(), other, form), "are not in the format")
-        _refused(partial(encoded, values.half(), {}, form), "which the format")
+        _refused(partial(encoded, values.half(), {}, form), "values of float16, which the format")
     _refused(
         lambda: engine.decode_state(values[::2], encoded(values[::2].clone(), {}, "bf16"), "bf16"), "must not have gaps"
     )

@@ -191,7 +191,7 @@ class Resume:
             if self._optimizer is not None:
                 # Python prints a note as the last line of the traceback.
                 stop.add_note(
-                    f"stopped after step {self._optimizer.steps}, which is saved: start the same script again to "
+                    f"stopped after step {self._optimizer.steps}, which is committed: start the same script again to "
                     "continue"
                 )
             raise

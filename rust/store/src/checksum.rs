@@ -30,6 +30,15 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&bound), bytes)
 }
 
+/// Returns the text of an error about data whose checksum is `got` instead of `wanted`. `memascend store verify` cuts
+/// the advice, from ". Run" on.
+pub(crate) fn mismatch(got: u64, wanted: u64) -> String {
+    format!(
+        "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
+         `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
+    )
+}
+
 /// Hashes a stream of bytes with unseeded XXH3-64, so that other programs can compute the same checksum of a file.
 pub struct Checksum(twox_hash::xxhash3_64::Hasher);
 

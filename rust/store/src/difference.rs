@@ -213,13 +213,13 @@ mod tests {
         for (change, part) in changed {
             let mut wanted = there.clone();
             change(&mut wanted);
-            let described = described(&there, &wanted);
-            assert!(described.contains(part), "{described}");
-            assert!(!described.contains("more records"), "{described}");
+            let text = described(&there, &wanted);
+            assert!(text.contains(part), "{text}");
+            assert!(!text.contains("more records"), "{text}");
         }
         let buffers = layers(7).into_iter().map(|record| Record { kind: Kind::Buffer, ..record }).collect();
-        let described = described(&description(layers(7)), &description(buffers));
-        assert!(described.ends_with("; 4 more records differ"), "{described}");
+        let text = described(&description(layers(7)), &description(buffers));
+        assert!(text.ends_with("; 4 more records differ"), "{text}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
 };
 
-use crate::{Error, Result, Store, index::Index, log::Ahead};
+use crate::{Error, Result, Store, checksum::mismatch, index::Index, log::Ahead};
 
 /// A hold on one slot of a record. While the hold is open, [`Store::begin`] waits before it stages into that slot. The
 /// hold has the version and checksums of the slot, so a reader can still check bytes after the reader has released the
@@ -83,11 +83,7 @@ impl<S: Deref<Target = Store>> Hold<S> {
         if got == wanted {
             return Ok(());
         }
-        let why = format!(
-            "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
-             `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
-        );
-        Err(store.corrupt(store.named(record, extent), place, why))
+        Err(store.corrupt(store.named(record, extent), place, mismatch(got, wanted)))
     }
 
     /// Releases the slot after its read. Does nothing if the slot is released already.

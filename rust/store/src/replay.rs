@@ -11,6 +11,7 @@ use std::{
 use crate::{
     Buffer, Dtype, Error, Head, LoggedGradient, Result, Scratch, Store, Transfer, Verified,
     buffer::bytes_of,
+    checksum::mismatch,
     features::PLACES,
     head::{head_bytes, head_bytes_max, head_checksum},
     index::Index,
@@ -306,10 +307,6 @@ impl<B: Buffer> LoggedRead<'_, B> {
         }
         let name = &store.description.records[logged.record].name;
         let what = format!("chunk {chunk} of the gradient of {name:?} in step {step} of the log");
-        let why = format!(
-            "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
-             `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
-        );
-        Err(store.corrupt(what, (offset, bytes), why))
+        Err(store.corrupt(what, (offset, bytes), mismatch(got, wanted)))
     }
 }
