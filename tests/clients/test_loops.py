@@ -275,7 +275,7 @@ def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed_and_a
             optimizer.close()
     train(prepared, stepped, range(2, 4))
     before = everything(trained, optimizer)
-    with pytest.raises(memascend.UsageError, match=r"step 2 of .* step 4 of .* weights .* stay.*checkpoint="):
+    with pytest.raises(memascend.UsageError, match=r"step 2 of .* step 4 of .* weights .* remain loaded.*checkpoint="):
         accelerator.load_state(str(tmp_path / "two"))
     assert optimizer.steps == 4
     after = everything(trained, optimizer)
