@@ -253,7 +253,10 @@ class Group:
 
 
 def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *, kill: bool) -> dict[str, Any]:
-    """Runs a part in its own process and cgroup; returns its reports, its peak memory, and its seconds."""
+    """Runs a part in its own process and cgroup.
+
+    Returns the values that the part reported, the peak memory of its cgroup, and its seconds.
+    """
     group = Group(parent, part, limit)
     hears, told = os.pipe()
     began = time.perf_counter()

@@ -51,7 +51,7 @@ __all__ = [
     "offload",
 ]
 
-# `__all__` leaves out "trainer": the packages that it imports (transformers, accelerate) may not be installed.
+# `__all__` leaves out "trainer", because "trainer" imports packages that may be missing (transformers, accelerate).
 _MODULES = ("engine", "kernels", "memory", "nvme", "trainer")
 _OWNERS = {
     "OffloadedOptimizer": "session.optimizer",

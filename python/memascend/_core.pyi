@@ -111,7 +111,7 @@ class Region:
 
     @property
     def huge_bytes(self) -> int:
-        """The number of bytes that are on huge pages now. Reading it asks the kernel, which takes milliseconds."""
+        """The number of bytes that are on huge pages now. Reading the property takes milliseconds."""
 
     @property
     def why_not_huge(self) -> str | None:
@@ -329,8 +329,8 @@ def limits() -> dict[str, Any]:
     """Returns the limits on this process's memory now, in bytes.
 
     The dict has "available" and the limit that determines it ("limited_by"); "cgroup_limit" and "cgroup" (both None
-    without such a limit); "memlock_soft" and "memlock_hard" (None: unlimited); the sizes of a "page" and a "huge_page"
-    (None: switched off).
+    if no cgroup limits the memory); "memlock_soft" and "memlock_hard" (None: unlimited); "page" and "huge_page", the
+    sizes of such pages ("huge_page" is None if huge pages are switched off).
     """
 
 def regions() -> list[dict[str, Any]]:
@@ -461,9 +461,9 @@ class Volume:
 class Ticket:
     """An operation in flight.
 
-    Dropping the ticket does not cancel the operation: the operation continues, and keeps its memory alive until it
-    ends. If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the error
-    of the write, once.
+    Dropping the ticket does not cancel the operation: the operation continues to its end, and keeps its memory alive
+    until then. If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the
+    error of the write, once.
     """
 
     def wait(self, timeout: float | None = None) -> int:
@@ -542,7 +542,7 @@ class Store:
         """Returns the number of the record with this name."""
 
     def record(self, name: str) -> dict[str, Any]:
-        """Returns the description and the counts of a record."""
+        """Returns a record as a dict. `memascend.engine.Store.records` describes the keys."""
 
     def record_at(self, index: int) -> dict[str, Any]:
         """Returns the dict of `record` for a record's number."""
@@ -597,9 +597,10 @@ class Store:
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
-        """Writes records in RAM to storage, if their newest state is only in RAM and (as gradients) in the log.
+        """Writes each record in RAM whose newest values and state are not yet on storage.
 
-        The writes become a part of the last committed step. Afterwards the log is empty.
+        If the store has a gradient log, the log has only the gradients of these records. The writes become a part of
+        the last committed step. Afterwards the log is empty.
         """
 
     def give_up(self) -> None:
@@ -647,7 +648,7 @@ class Store:
     def digest(self) -> int:
         """Returns a digest of the staged bytes and deferred updates of the records that `compare` selected.
 
-        It is equal in two stores of the same records if these bytes and updates are equal.
+        Two stores of the same records have the same digest if the bytes and updates that it covers are equal.
         """
 
     def end(self) -> None:
@@ -659,8 +660,8 @@ class Store:
         `replay` does this itself; call `check_log` if all ranks must know the result before any rank writes.
 
         Raises:
-            CorruptionError: a gradient of the log, or the state that it is applied to, differs from the bytes that were
-                written.
+            CorruptionError: a gradient of the log, or the state that the gradient updates, is damaged: the bytes on
+                storage differ from the bytes that were written.
         """
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> tuple[int, int]:
@@ -677,7 +678,10 @@ class Store:
         """
 
     def forsake(self) -> None:
-        """Makes `close()` remove the files that were created for the store, before another process can open them."""
+        """Makes `close()` remove the files that were created for the store.
+
+        `close()` removes the files while they are still locked, so that no other process can open them.
+        """
 
     def become_temporary(self) -> None:
         """Makes the store accept that the caller removes the store's file.
@@ -835,8 +839,8 @@ class Engine:
             False if the store had no log.
 
         Raises:
-            CorruptionError: a gradient of the log, or the state that it is applied to, differs from the bytes that were
-                written.
+            CorruptionError: a gradient of the log, or the state that the gradient updates, is damaged: the bytes on
+                storage differ from the bytes that were written.
             ConfigError: another version wrote the log, with arithmetic that this version does not know.
         """
 
@@ -859,12 +863,12 @@ class Engine:
     ) -> None:
         """Queues the update of a parameter, and returns once the queue has room for its gradient.
 
-        The engine holds the gradient until it has used it; do not change the gradient meanwhile.
+        The engine holds the gradient until the update has used it; do not change the gradient meanwhile.
 
         `values` are the parameter's values in memory, as the last commit left them. If the update needs the parameter's
-        values (because they are float32, or the master is compact), it uses `values` instead of reading storage, and
-        verifies their checksums as it does for bytes that it reads. The engine holds `values` as long as the gradient,
-        and does not write to them.
+        values (because they are float32, or the master is compact), the update uses `values` instead of reading
+        storage, and verifies the checksums of `values`. The engine holds `values` as long as the gradient, and does not
+        write to them.
 
         With `spills` the update also spills the gradient, as `spill` does; `take_back` then discards the update and
         leaves the gradient for another update.
@@ -881,7 +885,7 @@ class Engine:
         """Queues a job that spills a gradient to storage.
 
         With `add`, the job adds the gradient to the spilled gradient, bit-identically to torch's `add_`. Returns once
-        the queue has room for the gradient. The engine holds the gradient until it has used it; do not change the
+        the queue has room for the gradient. The engine holds the gradient until the job ends; do not change the
         gradient meanwhile. A spilled gradient is not part of a step: a commit does not change it, and closing the store
         drops it. A spill that fails or is discarded leaves no spilled gradient.
 
@@ -893,7 +897,7 @@ class Engine:
         """
 
     def spilled(self, name: str) -> tuple[bool, Squares]:
-        """Returns whether the spilled gradient has a non-finite element, and the sum of its squares, not rounded.
+        """Returns whether the spilled gradient has a non-finite element, and the exact sum of the gradient's squares.
 
         Waits for the record's queued jobs. The spill computed both results as it wrote the gradient.
 
@@ -985,12 +989,12 @@ class Engine:
         """
 
     def parts(self, unit: str, bytes_max: int, checkers: Checkers | None = None, *, settle: bool = False) -> UnitParts:
-        """Fetches a unit like `fetch`, in parts of at most `bytes_max` bytes; reads nothing yet.
+        """Returns an object that fetches a unit in parts of at most `bytes_max` bytes. Reads nothing yet.
 
         The threads of `checkers` verify the parts as they arrive; without `checkers`, `Fetch.wait` does.
 
         Raises:
-            ConfigError: the store has no such unit, or an extent of it exceeds `bytes_max`.
+            ConfigError: the store has no such unit, or an extent of the unit exceeds `bytes_max`.
         """
 
     def finish(self) -> None:
@@ -999,7 +1003,7 @@ class Engine:
     def drain(self) -> None:
         """Waits until the queue is empty.
 
-        Unlike `finish` and `commit()`, it does not start updates of records in RAM.
+        Unlike `finish` and `commit()`, `drain` does not start updates of records in RAM.
         """
 
     def commit_as(
@@ -1019,7 +1023,7 @@ class Engine:
     def take_back(self, name: str) -> None:
         """Waits for a record's jobs, then drops its staged update.
 
-        Unlike `discard`, it keeps a gradient that these jobs spilled.
+        Unlike `discard`, `take_back` keeps a gradient that these jobs spilled.
         """
 
     @property

@@ -56,7 +56,7 @@ def open(  # noqa: A001
             `size` is larger. None: the present size of the file or device. With several files or devices, the volume
             uses the same number of bytes of each: the size of the smallest one.
         queue_depth: number of requests that each device gets at once (1 to 1,024; None: 16).
-        stripe: number of contiguous bytes of the volume on one device, if it has several devices (a multiple of 4,096;
+        stripe: if the volume has several devices, the number of contiguous bytes on one device (a multiple of 4,096;
             None: 1 MiB). The volume does not store this number. To find the same bytes again, pass the same stripe and
             the same paths in the same order.
         backend: "auto" takes io_uring if the system supports it, else threads (`Volume.why_not` gives the reason).

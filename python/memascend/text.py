@@ -79,8 +79,8 @@ def bytes_shown(nbytes: int) -> str:
 def size_option(nbytes: int, *, up: bool = True) -> str:
     """Formats a size with three digits as options accept it, such as "2.8MiB".
 
-    The size is rounded up, so that the shown size is not too small if `nbytes` is large enough for the option. With
-    `up=False` the size is rounded down, so that a budget just below the smallest budget is not shown as the smallest
+    By default the size is rounded up: if a budget of `nbytes` is large enough, the shown budget is large enough, too.
+    `up=False` rounds down: then a budget just below the smallest possible budget is not shown as the smallest possible
     budget.
     """
     # Options accept no unit above TiB.
@@ -211,7 +211,7 @@ class Progress(Closing):
                 self._stream = None
 
     def reached(self, done: int, nbytes: int) -> None:
-        """Sets the number of bytes that are done, and the total, which may be unknown (0) until the first call."""
+        """Sets the number of bytes that are done, and the total. Until the first call, the total may be 0 (unknown)."""
         self._total = nbytes
         if self._bar is not None:
             self._bar.total = nbytes

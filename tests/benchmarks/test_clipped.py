@@ -12,7 +12,7 @@ from benchmarks import clipped, predicted
     [(12, 3, 10, 1 - 2 * 79 / 4096), (6, 1, 6, 1 - 2 / 64), (5, 1, 5, 1 - 2 / 32), (1, 1, 1, 0.0)],
 )
 def test_a_median_lies_between_order_statistics(count, low, high, confidence):
-    """The binomial distribution gives the interval.
+    """The binomial distribution gives the interval of a median.
 
     Of 12 values, the interval is from the 3rd to the 10th value. Of six or fewer values, it is from the smallest to the
     largest value.

@@ -264,7 +264,7 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     step({"input_ids": batch})
     # When the second micro-batch begins, `step` reads the peak of the first micro-batch.
     step({"input_ids": batch})
-    # The first micro-batch needs 100 bytes, and each further micro-batch needs 30 bytes. Nine tenths of the 1,100
+    # The first micro-batch needs 100 bytes, and each later micro-batch needs 30 bytes. Nine tenths of the 1,100
     # allocatable bytes have room for 30 micro-batches, which need 970 bytes.
     assert not room.lacks([{"input_ids": batch}] * 30)
     assert room.lacks([{"input_ids": batch}] * 31)
@@ -273,7 +273,7 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     longer = transformers.BatchEncoding({"input_ids": batch.repeat(10, 1)})
     assert not room.lacks([longer, {"input_ids": batch}])
     assert room.lacks([longer, longer])
-    # By layer, each further micro-batch has its own gradient of a tied parameter. This gradient has `_tied` bytes.
+    # By layer, each later micro-batch has its own gradient of a tied parameter. This gradient has `_tied` bytes.
     room._tied = 60
     assert not room.lacks([longer])
     assert room.lacks([longer, {"input_ids": batch}])

@@ -71,8 +71,8 @@ def test_torchs_memory_is_what_a_run_allocates(config):
 
 def test_logits_and_activations_are_told_apart(config):
     held = traced(config, 1, 256).held
-    # Log-probabilities and the gradients of logits are in fp32. At least two tensors of this size are in memory at
-    # once.
+    # The log-probabilities and the gradients of the logits are fp32 tensors. Each has a number for each token and each
+    # entry of the vocabulary. At least two tensors of this size are in memory at once.
     assert held["logits and their gradients"] >= 2 * 4 * 256 * VOCABULARY
     assert held["activations"] < held["logits and their gradients"]
 
@@ -96,15 +96,16 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds these steps. By layer, four micro-batches move as many bytes as one micro-batch. One after the
-    # other, four micro-batches move more bytes, and updates wait until the gradients are summed.
+    # The disk bounds these steps. If four micro-batches are computed by layer, they move as many bytes as one
+    # micro-batch. If they are computed one after the other, they move more bytes, and updates wait until the gradients
+    # are summed.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])
     assert (four["step"]["updates"], turns["updates"]) == ("fused", "next forward")
     assert turns["seconds_per_step"] > 1.5 * four["step"]["seconds_per_step"]
-    # One after the other, each further micro-batch reads values, reads gradient sums, and writes gradient sums. Each of
-    # these three transfers moves 2 bytes for every streamed element.
+    # If micro-batches are computed one after the other, each micro-batch after the first reads values, reads gradient
+    # sums, and writes gradient sums. Each of these three transfers moves 2 bytes for every streamed element.
     clipped = (*MACHINE, "--tokens", 256, "--max-grad-norm", 1, "--one-after-the-other")
     moved = [told(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
     sums = moved[0]["plan"]["written_bytes"]["gradients"]
@@ -160,8 +161,8 @@ def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
     assert ways(*clip) == deferred | {"early"}
     assert ways(*clip, "--optimizer", "SGD") == deferred | {"early"}
     assert ways(*clip, "--gradients", "ssd") == ways(*clip, "--ranks", 2) == deferred
-    # RMSprop is updated by torch's code instead of the engine, and gradients="ram" keeps all gradients in memory. In
-    # both cases, `step()` makes the updates at once.
+    # With RMSprop, torch's code computes the updates instead of the engine. With gradients="ram", all gradients stay in
+    # memory. In both cases, `step()` makes the updates at once.
     assert ways(*clip, "--optimizer", "RMSprop") == ways(*clip, "--gradients", "ram") == {"at once"}
 
 
@@ -416,8 +417,8 @@ def test_where_nothing_fits_that_is_said(capsys):
 
 
 def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
-    # With the smallest budget, `plan` cannot propose to store activations in files: the budget has no room for their
-    # chunks.
+    # If activations are stored in files, the budget needs room for chunks of activations. The smallest budget has no
+    # such room, so `plan` cannot propose to store activations in files.
     smallest = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048, "--accumulation-steps", 8)
     with contextlib.suppress(SystemExit):
         main(["plan", *map(str, smallest), "--host-memory", "1MiB"])

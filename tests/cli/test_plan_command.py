@@ -86,8 +86,9 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
             assert json.loads(json.dumps(optimizer.plan.to_dict())) == plan
             held = optimizer.report().to_dict()["host"]["peak"]
             assert held <= plan["host_peak"]
-            # `spare` is memory for gradients that wait in the queue together with the largest gradient. How many
-            # gradients wait depends on timing, so the run may use less than this memory.
+            # The queue of the smallest plan has room for the largest gradient. `spare` is the additional room in the
+            # queue of this plan. Timing decides how many gradients wait in the queue, so the run may leave this
+            # additional room empty.
             spare = plan["host"]["gradients"] - plans[smallest]["host"]["gradients"]
             assert held >= 0.94 * plan["host_peak"] - spare
             if budget == smallest:

@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def example(folder, name, *replaced):
-    """Writes a file of examples/ into `folder`, after replacements that make it log each step and need no GPU."""
+    """Writes an example into `folder`. The replaced texts make the example log each step and run without a GPU."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for old, new in replaced:
         assert old in text

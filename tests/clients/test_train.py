@@ -303,7 +303,7 @@ def test_each_argument_of_offload_is_known_to_it():
         ("r.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', r"r\.jsonl:1: no message is the assistant's"),
         ("r.jsonl", '{"conversations": [{"from": "human"}]}', r"r\.jsonl:1: message 1 needs a role"),
         ("r.csv", "prompt,completion\na,b\na\n", r"r\.csv: example 2: `completion` is missing"),
-        ("r.xlsx", "x", r"r\.xlsx has no examples: give a file that ends in \.jsonl"),
+        ("r.xlsx", "x", r"r\.xlsx has no examples: give a file that is not empty, and whose name ends in \.jsonl"),
         ("r.jsonl", '{"q": "a"}', r"r\.jsonl has columns 'q', but memascend train sft needs `messages` or"),
         ("r.jsonl", '{"text": "a", "messages": [{"role": "assistant", "content": "a"}]}', "needs `messages` or `text`"),
         ("kto.jsonl", '{"prompt": "a", "completion": "b", "label": "no"}', '1: `label` is "no", but must be true'),
@@ -430,7 +430,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, capsys):
-    """Compares with a Trainer of TRL that trains in memory with the same arguments."""
+    """Compares `memascend train` with a Trainer of TRL that trains in memory with the same arguments."""
     make_model(tmp_path / "model", torch.float32)
     write_rows(tmp_path / "rows.jsonl", KINDS[kind])
     more = ("--max_steps", 3, "--max_grad_norm", 0, "--per_device_train_batch_size", 2, "--learning_rate", "1e-3")

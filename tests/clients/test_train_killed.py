@@ -1,4 +1,4 @@
-"""Tests that killed and restarted runs of `memascend train` and Trainers have the bits of an uninterrupted run.
+"""Tests that killed and restarted runs, of `memascend train` and of Trainers, have the bits of uninterrupted runs.
 
 usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]
 
@@ -77,8 +77,8 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     more = f"logging_steps: {logging}"
     run(tmp_path, "whole", more)
     rng = random.Random(logging)
-    # The run is killed after it prints one of these words: while it loads data, during steps or evaluations, and at the
-    # end.
+    # Each run is killed after it prints one of these words. A run prints "Map" while it loads data, 'loss' and
+    # 'eval_loss' during steps and evaluations, and 'train_runtime' at the end.
     places = ["Map", *[rng.choice(("'loss'", "'eval_loss'")) for _ in range(KILLS - 2)], "'train_runtime'"]
     ends = [
         run(tmp_path, "killed", more, kill=(place,), after=rng.uniform(0, 0.15), ends=(0, -signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Tests that CPU kernels have the bits of torch and of their references; rejected arguments; the instruction set."""
+"""Tests CPU kernels: the bits of torch and of the references, rejected arguments, and the instruction set."""
 
 import itertools
 import math

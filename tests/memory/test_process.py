@@ -6,16 +6,16 @@ from memory.measured import SQUARES, VOCABULARY
 from support.grids import usual
 
 MIB = 1 << 20
-# With this width, a block has 8 MiB of weights. torch and Python need much less memory than this for the block's
-# modules.
+# With this width, a block has 8 MiB of weights. For the modules of the block, torch and Python need much less
+# memory than 8 MiB.
 WIDTH = 512
 GROWS_MAX = 0.05
-# The largest memory that a block may need while its values are on storage. Python objects need this memory, and so do
-# the ends of holes in the heap.
+# The largest memory that a block may need while its values are on storage. This memory consists of Python objects and
+# of the ends of holes in the heap.
 BESIDE_BYTES = 432 << 10
 BLOCK_BYTES = SQUARES * WIDTH * WIDTH * 4
-# The largest memory that the C library's heap may keep for each block in a step. It consists of holes around the small
-# activation that the block saves.
+# The largest memory that the C library's heap may keep for each block in a step. The kept memory consists of holes
+# around the small activation that the block saves.
 KEPT_BYTES = 2 << 20
 
 

@@ -15,7 +15,7 @@ MOST_TESTS = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one file, and the tests that must fail with it."""
+    """A change of one file, and the tests that must fail after the change."""
 
     language: str
     package: str
@@ -51,7 +51,7 @@ class Fault:
         """Returns the files with the fault's tests."""
         if self.language == "python":
             return {root / test.partition("::")[0] for test in self.tests}
-        # The files of a crate's code also have tests, so this returns all files of the crate.
+        # The files of a crate's code also have tests, so `sources` returns all files of the crate.
         return set((root / "rust" / self.package).glob("*/**/*.rs"))
 
 

@@ -58,7 +58,7 @@ class Tree:
     def _copy(self, name):
         """Copies a file unless the tree has an equal copy.
 
-        A new copy would be newer than the build, and cargo would compile its crate again.
+        A new copy of a Rust file would be newer than the build, so cargo would compile the file's crate again.
         """
         source, target = ROOT / name, self.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,10 @@ class Pytest:
         """Does nothing: the tree has a copy of the extension."""
 
     def failure(self, package, tests, seconds):  # noqa: ARG002 - Cargo needs the package
-        """Returns the output of the first test that fails, or None; raises RuntimeError if pytest cannot run a test."""
+        """Returns the output of the first test that fails, or None if all tests pass.
+
+        Raises RuntimeError if pytest cannot run a test.
+        """
         options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={SECONDS_WITHOUT}"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
         # Triton reads TRITON_INTERPRET when it is imported.
@@ -155,7 +158,10 @@ class Cargo:
             raise RuntimeError(f"cargo could not build the tests (exit status {status}):\n{said}")
 
     def failure(self, package, tests, seconds):
-        """Returns the output of the first test that fails, or None; raises RuntimeError if a test does not exist."""
+        """Returns the output of the first test that fails, or None if all tests pass.
+
+        Raises RuntimeError if a test does not exist.
+        """
         until = time.monotonic() + seconds
         for test in tests:
             status, said = self._test(package, shlex.split(test), until - time.monotonic())

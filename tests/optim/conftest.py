@@ -1,4 +1,4 @@
-"""Simulates the engine for one parameter. An optimizer updates the parameter in parts, with its state in memory."""
+"""Simulates the engine: an optimizer updates one parameter part by part. Values and state are in memory."""
 
 from types import SimpleNamespace
 

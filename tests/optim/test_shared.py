@@ -368,7 +368,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
 
 
 class Quantised(torch.Tensor):
-    """A tensor that stores codes, and a scale for each block. It computes with the values that they encode."""
+    """A tensor that stores codes, and a scale for each block. Operations use the decoded values."""
 
     @staticmethod
     def __new__(cls, codes, scale, block, dtype):

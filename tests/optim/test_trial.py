@@ -261,8 +261,8 @@ def test_what_is_kept_is_told_from_meta_parameters():
         "col_var": ((7, 1, 5), torch.float32),
     }
     assert all(tensor.is_meta for tensor in kept.tensors.values())
-    # Summed: values and gradient; master weights, and the gradient in their dtype; the factors of rows and columns; the
-    # step.
+    # `whole_bytes` is the sum of: values and gradient; master weights, and the gradient in the dtype of the master
+    # weights; the factors of rows and columns; the step.
     assert kept.whole_bytes == 10_500 * (2 + 2 + 4 + 4) + 4 * (2100 + 35) + 4
     assert kept.stored_bytes == kept.whole_bytes - 42_000
     without = layout_of(torch.optim.Adafactor([parameter]), parameter, None)

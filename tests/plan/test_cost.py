@@ -76,8 +76,8 @@ def test_kept_gradients_make_a_phase_of_their_own():
 
 # --- deferred and early updates ---------------------------------------------------------
 
-# Like `KEPT`, but an update also reads the values. If updates are deferred, the next step may need no other reads of
-# values. This avoids 8 GB in the forward, and 6 GB in the backward.
+# Like `KEPT`, but an update also reads the values. If updates are deferred, the next step may use the values that the
+# updates read. It then reads 8 GB less in the forward, and 6 GB less in the backward.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},

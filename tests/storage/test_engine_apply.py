@@ -81,8 +81,8 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
         # The staging memory has the chunks of the ring, and the memory for whole parameters. It also has two sets of
-        # the state tensors whose shape differs from the shape of their parameter. It does not grow with the number of
-        # records.
+        # the state tensors whose shape differs from the shape of their parameter. The staging memory does not grow with
+        # the number of records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (

@@ -12,7 +12,7 @@ WIDTH = 64
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A reentrant activation checkpoint that does not call torch's checkpoint(), like the ones in some libraries."""
+    """A reentrant activation checkpoint that does not call torch's checkpoint(), as some libraries have."""
 
     @staticmethod
     def forward(ctx, function, tensor):

@@ -1,6 +1,6 @@
 """Defines small models, batches and an optimizer for several ranks.
 
-Trains the models offloaded on these ranks, or in memory on one process.
+Trains these models in one of two ways: offloaded on several ranks, or in memory in one process.
 """
 
 import math
@@ -128,7 +128,7 @@ def position():
 def backward(trained, step, micros=None):
     """Runs this rank's share of the backwards of a step.
 
-    All ranks together run `micros` backwards. None: each rank runs one backward.
+    All ranks together run `micros` backwards. If `micros` is None, each rank runs one backward.
     """
     rank, count = position()
     for micro in range(rank, micros or count, count):

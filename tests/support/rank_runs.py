@@ -34,16 +34,16 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # `fault` happens on the ranks in `faulty`. It is a signal number, "raise", "hang" or "full" (the drive has no space
-    # left). The fault happens at `point` of step `at`. If `point` is "time", the fault happens `at` seconds after
-    # `life` began.
+    # `fault` is a signal number, "raise", "hang" or "full" (the drive has no space left). The fault happens on the
+    # ranks in `faulty`, at `point` of step `at`. If `point` is "time", the fault happens `at` seconds after `life`
+    # began.
     "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
-    # The number of micro-batches in a step, on all ranks together. None: one micro-batch on each rank.
+    # The number of micro-batches in a step, on all ranks together. If None, each rank has one micro-batch.
     "micro": None,
-    # The folder to which all ranks save at the end. None: the ranks do not save. If the name is "hidden", only the
+    # The folder to which all ranks save at the end. If None, the ranks do not save. If the name is "hidden", only the
     # first rank can write to the folder, so the other ranks send their rows to the first rank.
     "save": None,
     # Additional options for the call of `offload()`.

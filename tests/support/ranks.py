@@ -37,7 +37,7 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 
     Args:
         count: number of ranks.
-        function: a function of a test module; the ranks import it by its module's file and its name.
+        function: a function of a test module. Each rank imports the module from a file, and finds the function by name.
         folder: the folder that the ranks may write to.
         arguments: the arguments of the function after `str(folder)`. They are pickled.
         seconds: time limit. When it is over, all ranks are killed and the test fails.
@@ -86,7 +86,7 @@ def ranks(count):
 
 @functools.cache
 def _loaded():
-    """Returns an interpreter that has imported the modules of all ranks. It ends when this process ends."""
+    """Returns an interpreter that has imported the modules of all ranks. The interpreter ends with this process."""
     modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload"]
     return Loaded(environment(), modules, warnings=())
 
@@ -146,8 +146,8 @@ def _forked(place, rank, count, function, arguments):
     status = 1
     try:
         die_with_parent()
-        # In a fork, the first use of torch's thread pool creates a new pool. This fails if two threads do it at once,
-        # so the call below creates the pool now.
+        # In a fork, the first use of torch's thread pool creates a new pool. If two threads create the pool at the same
+        # time, the creation fails. So the call below creates the pool now.
         torch.set_num_threads(1)
         with (place / f"words-{rank}").open("w") as words:
             os.dup2(words.fileno(), 1)

@@ -150,7 +150,7 @@ class Activations:
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
-        """Returns a saved tensor; also begins to read the tensors that were saved before it."""
+        """Returns a saved tensor; also begins to read the tensors that were saved before this tensor."""
         with self._lock:
             self._require_open()
             self._reap()
@@ -162,7 +162,7 @@ class Activations:
             return tensor
 
     def _bring(self, saved: SavedActivation) -> tuple[torch.Tensor, Copy | None]:
-        """Returns a saved tensor in new memory; if a device computes, also the last copy to that memory."""
+        """Returns a saved tensor in new memory, and the last copy to that memory (None if the host computes)."""
         shape, stride, dtype, device = saved.described
         last = None
         with torch.inference_mode(mode=False), torch.no_grad():

@@ -108,7 +108,7 @@ _log = logging.getLogger("memascend")
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A part of a tensor that fits a chunk; it is in a chunk, on storage, or both.
+    """A part of a tensor, no larger than a chunk; the part is in a chunk, on storage, or both.
 
     Only the methods of `Piece` and `ActivationChunk` change the fields.
     """
@@ -225,9 +225,9 @@ class Chunks:
     ) -> None:
         """Allocates the first `count` chunks.
 
-        `write_ahead` keeps `count` chunks free or loose. `more` lists the sizes of further groups of chunks, which are
-        allocated when they are needed. `device` has the activations; None if they are in host memory. `close()` also
-        closes `room`.
+        `write_ahead` keeps `count` chunks free or loose. `more` has the number of chunks of each additional group; such
+        a group is allocated when it is needed. `device` has the activations; None if the activations are in host
+        memory. `close()` also closes `room`.
         """
         self._room = room
         self._chunk_bytes = chunk_bytes
@@ -284,8 +284,7 @@ class Chunks:
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
-                # The copies to later chunks end after the copy to this chunk, so later chunks cannot be written yet,
-                # either.
+                # Copies end in the order of the chunks, so the copies to later chunks have not ended, either.
                 return
             self._write(chunk)
 

@@ -256,7 +256,7 @@ def disk_folder() -> Path:
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place
-    raise StorageError("no temporary folder is on a writable disk: pass a folder on a disk with --storage")
+    raise StorageError("no temporary folder is on a writable disk: pass --storage with a folder on a disk")
 
 
 def file_system(folder: Path) -> str:

@@ -157,7 +157,7 @@ class DeviceArena:
             self._take_back(wait=left)
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """Records that the caller's current stream will compute with a lease; True if the stream was not recorded yet.
+        """Records that the caller's current stream computes with a lease; returns True if the stream is new to it.
 
         See [Note: reuse of slots].
         """
@@ -175,7 +175,7 @@ class DeviceArena:
         return True
 
     def after(self, tensor: torch.Tensor) -> list[Copy]:
-        """Returns the work that must end before a lease is first written; a second call returns nothing.
+        """Returns the work that must end before a lease is first written; a second call returns an empty list.
 
         See [Note: reuse of slots].
         """

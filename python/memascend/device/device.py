@@ -99,7 +99,7 @@ class Device:
         self._outward = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocates `nbytes` of device memory, a uint8 tensor that begins on a page. May raise OutOfMemoryError."""
+        """Returns a uint8 tensor of `nbytes` on the device that begins on a page. May raise OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:

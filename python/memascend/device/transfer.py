@@ -176,7 +176,7 @@ class Staging:
         return sum(nbytes for _, nbytes in unit.places)
 
     def order(self, base: torch.Tensor) -> None:
-        """Makes later work on the caller's stream wait for the copies of the unit in a lease."""
+        """Makes later work on the caller's stream wait for the copies that fill the lease `base`."""
         last = self._arrived.get(base.data_ptr())
         if last is not None:
             with failures_named(self._device):
@@ -347,7 +347,7 @@ class DeviceEngine:
         """Makes the engine read gradients through two windows, except gradients of records in the `ram_tier`.
 
         Gradients of the RAM tier wait in host memory until step(), so they are copied whole. The windows are pinned
-        uint8 tensors of equal size, a multiple of the gradient bytes that a chunk of an update reads.
+        uint8 tensors of equal size. This size is a multiple of the gradient bytes that a chunk of an update reads.
         """
         self._engine = engine
         self._ram_tier = frozenset(ram_tier)
@@ -395,7 +395,7 @@ class DeviceEngine:
         is in the RAM tier; else the result is a `Lent`, from which the engine reads the gradient in windows.
         """
         if gradient.device != self._device.torch_device:
-            # Values that materialized() or edit() writes back are already in host memory.
+            # The tensor is already in host memory, like the values that materialized() or edit() writes back.
             return gradient
         self._device.require_no_capture()
         with torch.no_grad(), failures_named(self._device):
@@ -413,7 +413,7 @@ class DeviceEngine:
         gradient.after.order()
 
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
-        """Copies at least `nbytes` of a gradient, beginning at byte `start`, to a window, if no window has them yet.
+        """Finds a window with `nbytes` of a gradient, from byte `start` on; if there is none, fills a window.
 
         Also begins to copy the bytes after this window to the other window.
 

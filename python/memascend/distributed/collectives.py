@@ -51,7 +51,7 @@ class Collectives:
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
-        # By parameter name: the digest of the rows that this rank gave to a gather since the last comparison.
+        # By parameter name: the digest of the rows that this rank gave to its first gather after `take_row_digest()`.
         self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
@@ -102,10 +102,10 @@ class Collectives:
         of = [one[at] if at < len(one) else "nothing more" for one in (names[0], names[other])]
         raise UsageError(
             f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}. If "
-            "the shapes are equal, FSDP2 mixes these up without an error, so the losses and gradients of this step are "
-            "wrong. In-memory training has the same problem. Call zero_grad(), and let every rank compute every module "
-            "(call an expert that no token reaches with an empty input). Or shard experts together with the modules "
-            "around them, and call model.set_reduce_scatter_unused_params(True) if your version of torch has it"
+            "the shapes are equal, FSDP2 mixes the two up without an error, so the losses and gradients of this step "
+            "are wrong. In-memory training has the same problem. Call zero_grad(), and let every rank compute every "
+            "module (call an expert that no token reaches with an empty input). Or shard experts together with the "
+            "modules around them, and call model.set_reduce_scatter_unused_params(True) if your version of torch has it"
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:

@@ -143,7 +143,7 @@ class FsdpParameter:
         return None if found is None else found._local_tensor  # noqa: SLF001
 
     def set_grad(self, values: torch.Tensor | None) -> None:
-        """Replaces the gradient by `values`, a DTensor."""
+        """Replaces the gradient by `values`, which is a DTensor, or None for no gradient."""
         self.leaf.grad = values
 
     def as_sharded(self, local: torch.Tensor) -> torch.Tensor:
@@ -178,8 +178,8 @@ class FsdpGroup:
             )
         if int(mesh.mesh.flatten()[rank]) != rank:
             raise ConfigError(
-                f"{self.name} is on a mesh that numbers the ranks in another order than replica by replica: make the "
-                "mesh by init_device_mesh()"
+                f"{self.name} is on a mesh that does not number the ranks replica by replica: make the mesh with "
+                "init_device_mesh()"
             )
         shards = int(mesh.size(mesh.ndim - 1))
         return Layout(rank, world_size // shards, shards)
@@ -360,8 +360,8 @@ class RowSource:
         self.residency = residency
         self._alone = alone
         self._note = note
-        # For a whole state dict, torch calls `load` twice. Between the calls, `_given` has the rows of the first call,
-        # and the version of this rank's rows at the first call.
+        # For a full (unsharded) state dict, torch calls `load` twice. Between the calls, `_given` has the rows of the
+        # first call, and the version of this rank's rows at the first call.
         self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
@@ -395,8 +395,8 @@ class RowSource:
     def load(self, values: torch.Tensor, caller: FrameType) -> bool:
         """Takes rows of a state dict that is being loaded; returns False if no state dict is being loaded."""
         if caller.f_code is _distribute_tensors.__code__:
-            # For a whole state dict, torch first copies rows of the state dict into this rank's rows. torch then copies
-            # this rank's rows to themselves.
+            # For a full (unsharded) state dict, torch first copies rows of the state dict into this rank's rows. torch
+            # then copies this rank's rows to themselves.
             if self._place is not None:
                 self._given = (self.residency.filed(self._place, values), self._version)
             return True

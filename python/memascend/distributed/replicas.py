@@ -208,8 +208,8 @@ class Refill:
 def retire(files: Sequence[Path], opening: Opening) -> None:
     """Removes the stores of replicas that the run has dropped.
 
-    Removes a store that has the commit that is opened. Keeps any other store, because that store may have steps that no
-    rank has. A later run that has the replica of a kept store rejects the store.
+    Removes a store only if the store has the commit at which the run is opened. Keeps any other store, because that
+    store may have steps that no rank has. If a later run has the replica of a kept store, the run rejects the store.
     """
     for file in files:
         seen = seen_at(file)
@@ -217,7 +217,11 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
             remove_store(file)
             _log.info("%s was removed, because the run continues with fewer replicas", file)
         else:
-            _log.warning("%s was not removed, because it does not have the step at which the run continues", file)
+            _log.warning(
+                "%s was not removed, because it does not have the step at which the run continues: move this store "
+                "away",
+                file,
+            )
 
 
 def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str]:
@@ -232,7 +236,8 @@ def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str
 def _updates(record: Mapping[str, Any]) -> torch.Tensor:
     """Returns the number of updates of a record; 0 for a buffer.
 
-    The number of a buffer differs between the store that is sent and the store that is filled.
+    The record of a buffer also has a number, but this number differs between the store that is sent and the store that
+    is filled.
     """
     return torch.tensor([0 if record["buffer"] else record["step"]])
 

@@ -53,11 +53,12 @@ class RunMode:
 
 
 PLAIN = RunMode()
-# The number of steps in a trial in which every parameter has a gradient.
+# A trial first makes this number of steps with a gradient for every parameter.
 _STEPS = 4
 # The maximum size of a trial's parameters in each dimension.
 _TRIAL_DIM_MAX = 6
-# The maximum number of parameters of a group that a trial adds because they differ in dtype or number of dimensions.
+# From each group, a trial takes one parameter of each kind (dtype and number of dimensions), for at most this number of
+# kinds.
 _TRIED_MAX = 4
 # A trial of stacked state uses matrices of true size: at most `_STACK_MAX` matrices of at most `_STACK_BYTES_MAX` bytes
 # together, but at least two matrices.
@@ -159,8 +160,8 @@ class _TogetherRun:
     ) -> None:
         """Copies the optimizer for the members.
 
-        With `spread`, each member has its real position in its group, and a parameter without a gradient has each other
-        position. Without `spread`, each group has only its members.
+        With `spread`, each member has its real position in its group, and a parameter without a gradient fills all
+        remaining positions. Without `spread`, each group has only its members.
         """
         shared = begin.copy(deep=True)
         self.parameters = [plain_parameter(member.begin.clone(), member.attributes) for member in members]
@@ -188,7 +189,7 @@ class _TogetherRun:
 class _SeparateRun:
     """Steps each member in a separate copy of the optimizer.
 
-    Each copy starts with the shared values after the previous step.
+    Each copy starts with the shared values that the previous step left.
     """
 
     def __init__(
@@ -448,7 +449,7 @@ def refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
 def require_independent(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer if updates of one parameter at a time have other bits than a step of all parameters.
+    """Rejects an optimizer if updates of one parameter at a time give other bits than a step of all parameters.
 
     See [Note: One at a time].
 

@@ -188,10 +188,10 @@ class OwnUpdate:
 def import_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the optimizer's existing state for `parameter` as tensors for the store, and its count of updates.
+    """Returns the optimizer's existing state for `parameter` as tensors for the store, and the number of past updates.
 
-    The result shares memory with the optimizer's tensors where dtype and layout match. It has no "master" tensor. For
-    state without a step count, the count of updates is 1. A count of 0 means that there is no state.
+    The tensors share memory with the optimizer's tensors where dtype and layout match. There is no "master" tensor. If
+    the state has no step count, the number of updates is 1. If there is no state, the number is 0.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}

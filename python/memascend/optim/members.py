@@ -95,15 +95,15 @@ _RUNS_MAX = 4096
 class GroupOwners:
     """The group of each parameter, for commits.
 
-    A resume gives stored options to groups by number, so the groups must be the same. A commit stores these groups as
-    runs, in the order of parameter names: the number of a group, then the number of consecutive parameters that it
-    owns, and so on for each run.
+    A resume gives stored options to groups by number, so each group must have the same parameters as before. A commit
+    stores the group of each parameter as runs, in the order of parameter names. A run is two numbers: the number of a
+    group, and the number of consecutive parameters that the group owns.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
         """`names` has the parameters' names by id.
 
-        With several ranks, it has only parameters with rows on this rank.
+        With several ranks, `names` has only parameters with rows on this rank.
         """
         groups = optimizer.param_groups
         owned = [(id(one), number) for number, group in enumerate(groups) for one in group["params"]]
@@ -120,8 +120,9 @@ class GroupOwners:
 
         `groups` is the stored number of groups. `where` names the store or checkpoint.
         """
-        # `require_as_many` checks the number of groups. On a rank without rows of some parameters the counts differ:
-        # the first rank, which has rows of all parameters, makes the comparison.
+        # `require_as_many` rejects another number of groups. A rank without rows of some parameters has fewer
+        # parameters than the stored runs, and compares nothing. The first rank, which has rows of all parameters,
+        # compares.
         if groups != self._count or sum(runs[1::2]) != len(self._owners):
             return
         stored = [number for number, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
@@ -132,9 +133,9 @@ class GroupOwners:
         ]
         if moved:
             raise ConfigError(
-                f"{where} has options (lr, weight_decay and so on) for each group, but the groups had other "
-                f"parameters then: {'; '.join(moved[:3])}{'; and so on' if moved[3:] else ''}. Nothing was changed: "
-                "make the optimizer with the stored groups"
+                f"{where} has options (lr, weight_decay and so on) for each group, but in the stored run the groups "
+                f"had other parameters: {'; '.join(moved[:3])}{'; and so on' if moved[3:] else ''}. Nothing was "
+                "changed: make the optimizer with the groups of the stored run"
             )
 
 

@@ -126,7 +126,7 @@ class _Rule:
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
-        """Stages what `train()` or `eval()` of the optimizer changes in the parameter; False if nothing changes."""
+        """Stages the changes of `train()` or `eval()` to the parameter; returns False if there are no changes."""
         del engine, mode, done
         return False
 
@@ -135,7 +135,7 @@ class _Rule:
 class EngineRule(_Rule):
     """Updates a parameter by Adam or by SGD with momentum.
 
-    The engine computes the update, on state in its own format.
+    The engine computes the update, on state in the engine's format.
     """
 
     kind: Literal["adam", "momentum"]
@@ -175,8 +175,8 @@ class EngineRule(_Rule):
         group = self._group
         if group.get("amsgrad") if self.kind == "adam" else not group["momentum"]:
             raise UsageError(
-                f"the options of {self.name!r} were changed so that it needs other state (amsgrad or momentum): set "
-                "these options before offload()"
+                f"the options of {self.name!r} were changed after offload(), and now need other state (amsgrad or "
+                "momentum): undo the change. Set such options before offload()"
             )
         numbers = "lr", "weight_decay", *(("eps",) if self.kind == "adam" else ("momentum", "dampening"))
         options: dict[str, Any] = {name: float(group[name]) for name in numbers}
@@ -336,8 +336,8 @@ def takes_engine_state(
 class Arithmetic:
     """Holds the rules of all parameters, and the optimizers that own the parameters.
 
-    `sparse` has the ids of parameters whose gradients may be sparse: they are updated whole. `formats` has the state
-    formats; an optimizer gets only a format that it supports. `names` has the parameters' names by id.
+    `sparse` has the ids of parameters whose gradients may be sparse. Such parameters are updated whole. `formats` has
+    the state formats; an optimizer gets only a format that it supports. `names` has the parameters' names by id.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class Arithmetic:
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
-        """The `needs_values` of all rules together: "read" if a rule has it, else "resident" if a rule has it."""
+        """The largest `needs_values` of all rules, in the order "read", "resident", "never"."""
         needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 
@@ -442,7 +442,7 @@ class Arithmetic:
     def attributes(self) -> dict[str, Any]:
         """Returns the attributes that steps change, as JSON.
 
-        If there are several optimizers, the keys are their numbers.
+        If there are several optimizers, the result has the attributes of each optimizer under the optimizer's number.
         """
         found = [{} if member.is_known else member.attributes() for member in self.members]
         if len(found) == 1:

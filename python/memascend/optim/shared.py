@@ -90,8 +90,8 @@ def _same_tensor(one: Any, other: Any) -> bool:
     return same_bits(one, other)
 
 
-# Attributes that `attributes_of` leaves out: state and groups, which copies get separately, and values that scalers
-# set.
+# Attributes that `attributes_of` leaves out. Copies get the state and the groups separately. Gradient scalers set the
+# two other attributes.
 _OWN = frozenset({"state", "param_groups", "grad_scale", "found_inf"})
 
 
@@ -115,7 +115,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a group's options; later changes of the group do not affect it."""
+    """Returns a copy of a group's options; later changes of the group do not affect the copy."""
     return {name: copied(value) for name, value in group.items() if name != "params"}
 
 
@@ -149,7 +149,7 @@ def cloned(
 ) -> torch.optim.Optimizer:
     """Returns a copy of the optimizer, of the same class, with these attributes, groups and state.
 
-    `__init__` does not run, because its arguments are unknown. The copy has no hooks: they belong to a whole step, and
+    `__init__` does not run, because its arguments are unknown. The copy has no hooks: hooks belong to a whole step, and
     a copy steps a single parameter.
     """
     copy: Any = object.__new__(type(optimizer))

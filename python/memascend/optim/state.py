@@ -36,7 +36,8 @@ _log = logging.getLogger("memascend")
 _STEPS = 7
 # The number of steps of a trial with a parameter of true size, which may be large.
 _TRUE_STEPS = 2
-# The dimensions of a small trial parameter. They all differ, so that the shape of a state tensor identifies them.
+# The dimensions of a small trial parameter. All differ, so that the size of a state tensor's dimension shows from which
+# dimension of the parameter it comes.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
@@ -167,9 +168,10 @@ class StateTrials:
     def _stepping(
         self, group: int, parameter: torch.Tensor, gradients: Iterator[torch.Tensor], options: Mapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """Steps a copy of the optimizer, which changes `parameter`; yields the parameter's state after each step.
+        """Steps a copy of the optimizer on `parameter`; yields the parameter's state after each step.
 
-        `group` is the number of the parameter's group; `options` replace the options of the same names in every group.
+        The steps change `parameter`. `group` is the number of the parameter's group. `options` replace the options of
+        the same names in every group.
         """
         shared = SharedValues.of(self._optimizer).copy(deep=True)
         for made in shared.groups:
@@ -338,7 +340,7 @@ def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"]
 
 
 def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
-    """Returns "compact fp32" for a bfloat16 parameter whose state is a master and a momentum, if it is updated whole.
+    """Returns "compact fp32" for a bfloat16 parameter that is updated whole, with a master and a momentum as state.
 
     Returns None for other parameters and for other state. "compact fp32" saves bytes and keeps the bits: the values are
     the upper halves of the master weights, so only the lower halves are stored in addition.

@@ -128,9 +128,10 @@ def known(optimizer: torch.optim.Optimizer) -> bool:
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose updates cannot be exact on streamed state; returns the same as `require_independent`.
+    """Rejects an optimizer whose updates cannot be exact on streamed state.
 
-    The optimizer, its parameters and the random number generators do not change.
+    Returns the shared values that a step changes, and the `RunMode`, as `require_independent` does. The optimizer, its
+    parameters and the random number generators do not change.
     """
     _require_class(optimizer)
     for group in optimizer.param_groups:
@@ -170,7 +171,7 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"{named(optimizer)} of bitsandbytes is rejected: the bits of its updates depend on the processor. Use "
             'torch.optim.AdamW, Adam, or SGD with momentum, and pass offload(..., state="8bit"), which keeps moments '
-            "in the same 8 bits"
+            "in 8 bits, too"
         )
 
 

@@ -270,7 +270,7 @@ def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:
         storage = storage_of(tensor)
         if storage is None or storage.device.type != "cpu" or (storage.resizable() and not storage.is_shared()):
             continue
-        # File memory is not foreign: only torch owns it. Copies of offloaded parameters use it.
+        # Copies of offloaded parameters are in memory of `file_memory`, which is not foreign: only torch owns it.
         if not is_file_memory(storage.data_ptr()):
             addresses[name] = storage.data_ptr()
     maps = _private_files() if addresses else []

@@ -157,7 +157,7 @@ def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
 
 
 def is_useless(unit: CachedUnit, order: Order) -> bool:
-    """True if this step does not use a unit again, and the step's commit will change the unit's values."""
+    """True if this step is not expected to use a unit again, and the commit is expected to change the unit's values."""
     return unit.trained and not order.is_used_again(unit.index)
 
 
@@ -282,9 +282,9 @@ class CachedUnits:
 
     def look_ahead(self) -> None:
         """Begins to fetch the next units into memory that is free now."""
-        # Up to `_FARTHER` more units are fetched if no unit that this step still needs is evicted for them. For
-        # example, no other unit fits the slots of embeddings and LM heads, so these slots can be filled early while the
-        # drive is idle.
+        # Beyond the lookahead, up to `_FARTHER` more units are fetched. For these units, no unit is evicted that this
+        # step still needs. For example, only embeddings and LM heads have slots of their size, so these slots can be
+        # filled early, while the drive is idle.
         near = self._limits.lookahead
         with self._lock:
             if self.closed or len(self._ram_tier) == len(self.all):
@@ -303,7 +303,7 @@ class CachedUnits:
                     return
 
     def _has_useless(self, unit: CachedUnit) -> bool:
-        """True if a cached unit with slots of the same size can be evicted without another read in this step."""
+        """True if a cached unit with slots of the same size can be evicted, because this step does not use it again."""
         return any(
             other.slot_bytes == unit.slot_bytes
             and other.base is not None
@@ -354,7 +354,10 @@ class CachedUnits:
         return _LAST_SECONDS if victim is None and must else victim
 
     def holders_of_room(self, unit: CachedUnit, here: int) -> set[int]:
-        """Returns the threads, except `here`, whose modules occupy all slots for a unit; empty if a slot is left."""
+        """Returns the threads, except `here`, whose modules occupy all slots that a unit could use.
+
+        Returns an empty set if the unit needs no slot, or if a slot is free or can be freed.
+        """
         if unit.in_ram or unit.base is not None or self._arena.free_slots(unit.nbytes):
             return set()
         if victim_for(unit, self.all, self.order, None, must=True) is not None:

@@ -114,7 +114,7 @@ class _Frame:
     __slots__ = ("_pushed", "_task", "_units", "caller", "module")
 
     def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
-        """`caller`: the Python frame that called the outermost module of the thread; None for other modules."""
+        """`caller`: the Python frame that called the outermost module of the thread; None for inner modules."""
         self.module = module
         self.caller = caller
         self._units: list[CachedUnit] = []
@@ -134,8 +134,8 @@ class _Frame:
     def end(self, residency: Residency, holder: int | None = None) -> None:
         """Undoes `begin`.
 
-        `holder` is the thread that called `begin`, if that thread has ended. Its saved-tensor hooks have ended with the
-        thread.
+        `holder` is the thread that called `begin`, if that thread has ended. The saved-tensor hooks of the thread have
+        ended with it.
         """
         if self._pushed:
             self._pushed = False
@@ -429,7 +429,7 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
 
 
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Rejects a wrapper for several devices around an offloaded module, which other processes could then call.
+    """Rejects a wrapper for several devices around an offloaded module: other processes could call the module.
 
     Also rejects a module with hooks that fuse_modules() moved there from an offloaded module.
     """

@@ -178,8 +178,8 @@ def refused_write(name: str, how: str) -> UsageError:
 def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `func`, whose arguments contain placeholders.
 
-    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `_borrow` does the same, if
-    the result of `func` shares no memory with the arena. Otherwise `func` gets copies of the values.
+    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `_borrow` calls `func` on
+    the values in the arena, if the result shares no memory with the arena. Otherwise `func` gets copies of the values.
     """
     source = places[0].source
     written = _written(func, args, kwargs)
@@ -365,8 +365,8 @@ def _named(names: dict[str, Any]) -> dict[Any, Any]:
     return {getattr(_T, name): value for name, value in names.items() if hasattr(_T, name)}
 
 
-# Functions that return a parameter's memory, and a participle for the error message. Inside a forward or a backward
-# these functions raise an error. Elsewhere they get a copy of the values.
+# Functions that return a parameter's memory, each with a participle for the error message. Inside a forward or a
+# backward these functions raise an error. Elsewhere they get a copy of the values.
 _MEMORY: dict[Any, str] = {
     _GET_DATA: "reached through .data",
     **_named(

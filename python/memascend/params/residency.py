@@ -169,7 +169,7 @@ class Residency:
         return self.read_into(place, lambda values: self.filed(place, values))
 
     def filed(self, place: Place, values: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of `values`, which have the parameter's strides, on an unlinked file."""
+        """Copies `values` to an unlinked file; returns a tensor on this file. `values` have the parameter's strides."""
         return filed_copy(place, values, self._scratch)
 
     def read_into(self, place: Place, take: Callable[[torch.Tensor], _Taken]) -> _Taken:

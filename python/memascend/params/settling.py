@@ -48,7 +48,7 @@ class Settling:
         self._unusual = self._since = 0
 
     def settles(self, fetched: int) -> bool:
-        """True if the next fetch of a unit writes its updates. Since the last step the unit had `fetched` fetches."""
+        """True if a unit's next fetch, after `fetched` fetches since the last step, writes the deferred updates."""
         return fetched >= (0 if self.way == "forward" else 1)
 
     def step_ended(self, *, leaves: bool) -> None:

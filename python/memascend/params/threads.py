@@ -1,4 +1,4 @@
-"""Serialises the threads that use parameters with the thread that changes them; rejects forks of the process."""
+"""Lets a thread change parameters only while no other thread uses parameters; rejects forks of the process."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ class Turns:
         return bool(others) and not _compilers().issuperset(others)
 
     def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
-        """Waits until `wait_to_read` returns, and until no other thread changes values.
+        """Calls `wait_to_read`, and then waits until no other thread changes values.
 
         The caller must have the lock.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from memascend.storage import Fetch
 
 
-# Within materialized(), this is the holder of units whose parameters are plain. No thread has this identifier.
+# The holder of all units within materialized(), where all parameters are plain. No thread has this identifier.
 NOBODY = 0
 
 
@@ -189,7 +189,7 @@ class CachedUnit:
     # --- its users ---------------------------------------------------------------------
 
     def count(self, holder: int, more: int) -> None:
-        """Adds `more` to the number of times that a thread has materialized the unit."""
+        """Adds `more`, which may be negative, to the number of times that a thread has materialized the unit."""
         counted = self.holders.get(holder, 0) + more
         if counted > 0:
             self.holders[holder] = counted
@@ -237,6 +237,6 @@ class Limits:
     slots: dict[int, int]  # the number of slots of each size in the arena, {bytes: count}
     option: str  # the user's option for the budget, "host_memory" or "device_memory"
     larger: Callable[[int], int]  # returns a budget that suffices, given the bytes of a unit that found no memory
-    # Takes memory for one more unit, given the unit's bytes, and returns the bytes taken; None if the user gave a
-    # budget.
+    # Takes memory for one more unit, given the size of the unit in bytes, and returns the number of bytes taken. `add`
+    # is None if the user gave a budget.
     add: Callable[[int], int] | None

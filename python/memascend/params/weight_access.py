@@ -181,7 +181,7 @@ class WeightCopies:
         self._older: list[TrackedCopy] = []
         # Memory with the weights of a forward. Other code still used this memory when a commit changed the weights.
         self._stale: list[_Stale] = []
-        # At this length of `_now`, `of` compares all copies and not only recent ones.
+        # At this length of `_now`, `of` compares all copies and not only the recent copies.
         self._many = _FEW
 
     @property
@@ -381,7 +381,7 @@ class WeightCopies:
     # --- commits and the end --------------------------------------------------------------
 
     def age(self, names: Collection[str]) -> None:
-        """Retires the copies of weights that a commit has changed; `of` makes new ones."""
+        """Retires the copies of weights that a commit has changed; `of` makes new copies."""
         units = self._residency.units
         with self._residency.lock:
             for key in [key for key in self._now if key[0] in names]:
@@ -408,8 +408,8 @@ class WeightCopies:
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """Context manager that hides operations from dispatch modes.
 
-    A selective checkpoint is such a mode, and counts operations. It must not see the operations of a read, because they
-    depend on which units are cached.
+    A selective checkpoint is such a mode, and counts operations. The checkpoint must not see the operations of a read,
+    because these operations depend on which units are cached.
     """
     is_any = torch._C._len_torch_dispatch_stack()  # noqa: SLF001
     return _disable_current_modes() if is_any else contextlib.nullcontext()
@@ -435,7 +435,7 @@ def checksum(values: torch.Tensor, place: Place) -> str:
 
 
 class WeakValues:
-    """A weak reference to memory with a parameter's values, which user code keeps.
+    """A weak reference to memory that user code keeps, and that has a parameter's values.
 
     Attributes:
         seen: the checksum of the values when this object was made.

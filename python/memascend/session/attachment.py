@@ -105,8 +105,8 @@ class AutocastWatch:
         self._silent = True
         warn(
             f"autocast keeps 16-bit copies of all float32 weights in memory ({self._nbytes / 2**20:.0f} MiB, which "
-            "host_memory does not limit). Instead, convert the model with model.to(torch.bfloat16) before offload(), "
-            "which keeps fp32 master weights on storage, and remove autocast"
+            "host_memory does not limit). Instead, remove autocast, and convert the model with "
+            "model.to(torch.bfloat16) before offload(): fp32 master weights are then kept on storage"
         )
 
 

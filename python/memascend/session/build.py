@@ -61,8 +61,8 @@ class Assembly:
         for unit in session.run.residency.units.all:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # torch rejects a placeholder as the `.data` of a parameter on meta, or of a parameter whose type of
-                    # device differs from the placeholder's type.
+                    # torch rejects a placeholder as the `.data` of a parameter that is on meta, or on another type of
+                    # device than the placeholder.
                     materialize_parameter(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
@@ -203,7 +203,7 @@ class Assembly:
         A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
         """
         if self.subject.sharding is not None:
-            # FSDP2's all-gather materializes this rank's rows when it copies them, so only the whole model needs a
+            # FSDP2's all-gather materializes the rows of this rank when copying them, so only the whole model needs a
             # hook.
             return [(self.subject.model, ())]
         units = {unit.name: unit for unit in residency.units.all}

@@ -152,7 +152,7 @@ def _refuse_placed(model: torch.nn.Module) -> None:
 
 
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """True if `step` was replaced on this object.
+    """True if user code replaced `step` on this optimizer object.
 
     torch's schedulers wrap `step` only to count its calls. Such a wrapper is not a replacement.
     """
@@ -206,7 +206,7 @@ class Subject:
         `optimizer` is the user's optimizer, or several optimizers of the user that are joined to one. `device` computes
         the model; None: the CPU. `sharding` has this rank's rows of the parameters; None: one process has the whole
         model. If the run resumes with a different number of ranks, `earlier` has the stores of the earlier ranks.
-        With `only_planned`, the call makes only a plan, for which it needs no device and no path of a store.
+        With `only_planned`, the call makes only a plan, and needs no device and no path of a store.
         """
         self.model = model
         self.original = optimizer

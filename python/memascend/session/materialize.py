@@ -131,7 +131,7 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
 
 
 class _Slots:
-    """Records which module holds which parameter, as code inside `materialized()` may replace or remove parameters.
+    """Records which module holds which parameter, because code inside `materialized()` may replace or remove it.
 
     A slot is an entry of a module's `_parameters`.
     """
@@ -184,7 +184,7 @@ class _Slots:
                     raise _misfit(
                         slots[0][0],
                         "removed",
-                        "to change which parameters the model has, save() it, change a plain model with the saved "
+                        "to give the model other parameters, save() the model, change a plain model with the saved "
                         "values, and call offload() again",
                     )
                 continue
@@ -237,8 +237,8 @@ def _misfit(name: str, what: str, why: str) -> UsageError:
 def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[str, str] | None) -> None:
     """Gives every parameter its values, in an unlinked file.
 
-    Appends each finished unit to `units`, so that `_release` can undo an interrupted call. Unless `checksums` is None,
-    stores in it the checksum of each parameter's values, under the parameter's name.
+    Appends each finished unit to `units`, so that `_release` can undo an interrupted call. `checksums`, unless it
+    is None, gets the checksum of each parameter's values, under the parameter's name.
     """
     for unit in residency.units.all:
         copies = [residency.copy_of(place) for place in unit.places]

@@ -118,8 +118,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             gradients="fused" and without clipping, the norm is known only after the commit, so "raise" only warns. With
             a loss scale, a step that overflows is always skipped.
         max_grad_norm: clip the global norm of the gradients to this value in `step()`; None: do not clip.
-        accumulation_steps: number of `backward()` calls per `step()`. gradients="ssd" and "ram" do not need it, as they
-            allow any number of calls.
+        accumulation_steps: number of `backward()` calls per `step()`. gradients="ssd" and "ram" do not need this
+            number, because they allow any number of calls.
         loss_scale: "dynamic" or a number, for `optimizer.backward()`; None: dynamic for fp16 models, off otherwise.
         master_dtype: dtype of the master weights of 16-bit parameters; None: no master weights, as in plain torch.
         units: names of modules. The parameters of each module are read and evicted together. None: `offload` chooses
@@ -134,7 +134,7 @@ def offload(  # noqa: PLR0913 - options are keywords
             if `storage` is None. None: these files are made beside the store.
         device_memory: with CUDA, a hard budget of device memory for units, and for gradients that wait for their
             update; in bytes or as "8GiB". None: the smallest budget that keeps disk and compute busy. Activations and
-            torch's other device memory are not part of it.
+            torch's other device memory are not part of this budget.
         activations: where checkpointed activations of the model's forward are stored. Their bits do not change.
             "device": on the device, as torch does. "host": in pinned host memory within the budget (1 GiB if
             `host_memory` is None), and the rest in files. "ssd": in files beside the store, or in `scratch` if that is

@@ -119,7 +119,7 @@ def _require_fits(subject: Subject, records: list[engines.Record], store: Store)
                 f"{store.step} ({difference}), and existing='replace' would destroy that run. Nothing was changed, and "
                 "that run continues: pass a different storage=, or call optimizer.close() of that run first"
             )
-        # The store fits this model and optimizer, as when a notebook's cell runs again: "replace" may close its run.
+        # The store fits this model and optimizer, as when a notebook's cell runs again: "replace" may close the run.
         return
     _require_format(store, records)
     if difference is not None:
@@ -307,7 +307,7 @@ class FirstValues:
         return ModelValues(subject, self._weights, self._meta_buffers.saved, partition)
 
     def _described(self, name: str) -> dict[str, torch.Tensor]:
-        """Returns the state tensors of a parameter, on meta."""
+        """Returns a parameter's state tensors by name, on meta; an empty dict if the parameter is not trained."""
         subject = self._subject
         return subject.arithmetic.of(subject.named[name]).describe() if name in subject.trained else {}
 

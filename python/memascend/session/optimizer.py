@@ -114,8 +114,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             closure: a function that computes the loss again; called once, before the step. `step` returns its result.
 
         Raises:
-            UsageError: the step cannot be exact, or the norm of its gradients is not finite (`nonfinite="raise"`); the
-                message says what to do instead.
+            UsageError: `step` cannot give an exact result, or the norm of the gradients is not finite
+                (`nonfinite="raise"`); the message says what to do instead.
             StorageError: storage failed; the last committed step is intact.
         """
         self._groups.require_same(self.param_groups)
@@ -298,7 +298,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def edit(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[torch.Tensor | list[torch.Tensor]]:
-        """Provides real values of one or several parameters inside a `with` block, and commits your changes at its end.
+        """Provides real values of one or several parameters inside a `with` block; commits changes when the block ends.
 
         The values are on the host; under `fully_shard` they are this rank's rows. A parameter whose bits did not change
         keeps its master weight. After an exception nothing is committed. All ranks enter and leave the block together.

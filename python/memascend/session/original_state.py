@@ -28,7 +28,7 @@ _WHERE = "is on storage: call state_of(p) of the optimizer that offload() return
 def require_unaliased_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
 ) -> None:
-    """Rejects state whose memory, or whose dict, other code refers to: that code would see old values during the run.
+    """Rejects state if other code refers to its dicts or to its tensors' memory, and so would see old values later.
 
     Raises:
         ConfigError: other code refers to state; the message names the parameter and a remedy. Nothing was changed.

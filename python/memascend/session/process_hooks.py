@@ -115,8 +115,8 @@ def _residencies(module: torch.nn.Module) -> list[Residency]:
     for parameter in module.parameters():
         place = parameter.__dict__.get("_memascend")
         if "_memascend" in parameter.__dict__:
-            # If this rank has no rows of the parameter, the parameter's `_memascend` is None, and its local tensor
-            # refers to the run.
+            # If this rank has no rows of the parameter, the parameter's `_memascend` is None, and the parameter's local
+            # tensor refers to the run.
             residency = parameter._local_tensor.source.residency if place is None else place.source  # type: ignore[attr-defined]  # noqa: SLF001
             found[id(residency)] = residency
     return list(found.values())
@@ -136,7 +136,7 @@ def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any
 def _load_state_dict(
     module: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **options: Any
 ) -> Any:
-    """Replaces `torch.nn.Module.load_state_dict()`: commits the values that it loads into offloaded parameters."""
+    """Replaces `torch.nn.Module.load_state_dict()`: commits the values loaded into offloaded parameters."""
     with contextlib.ExitStack() as loads:
         for residency in _residencies(module):
             if assign:

@@ -265,7 +265,7 @@ class Measurements:
     """Collects the figures of a run and makes reports of them."""
 
     def __init__(self, run: Run, decision: Decision, *, mentions: bool = False) -> None:
-        """With `mentions`, logs once how much faster a step would be if the budget had all free memory."""
+        """`mentions`: log once, after some steps, how much faster a step would be with all free memory as budget."""
         self._run = run
         self._resources = run.resources
         self._planned = decision.plan
@@ -415,7 +415,7 @@ class Measurements:
         return read, written
 
     def _owners(self) -> dict[str, Owner]:
-        """Returns memascend's host memory by owner. Leaves out an owner without memory that only some runs have."""
+        """Returns memascend's host memory by owner. An owner without memory is left out unless `always` has it."""
         resources = self._resources
         info, counters = resources.store.info(), resources.engine.counters()
         # `staging_bytes` includes the engine's buffer for whole parameters.
@@ -441,7 +441,7 @@ class Measurements:
         return owners
 
     def _gradients(self) -> Owner:
-        """Returns the memory of gradients that wait for their update, on the device that computes the model."""
+        """Returns the memory, on the device that computes the model, of gradients that wait for their update."""
         engine, parts = self._resources.engine, self._run.residency.stages
         sums = parts.nbytes if isinstance(parts, PartialSums) else 0
         # Take the maximum, not the sum: under "ram", p.grad and the engine's queue share the memory of a gradient.

@@ -39,8 +39,8 @@ CLOSED = (
 class Resources:
     """The store, threads and memory of a run, which `close` releases.
 
-    `Resources` must not refer to the model or the optimizer. The optimizer's finalizer refers to `Resources`, and would
-    keep the model and the optimizer alive.
+    `Resources` must not refer to the model or the optimizer. The optimizer's finalizer refers to `Resources`, so
+    it would keep the model and the optimizer alive.
     """
 
     store: Store
@@ -92,7 +92,7 @@ class Resources:
                 raise
 
     def values_changed(self) -> None:
-        """Records that a step was committed. `close()` of a temporary store warns, unless user code read the values."""
+        """Records that a step was committed. `close()` of a temporary store warns unless user code reads the values."""
         self._unread = True
 
     def values_read(self) -> None:
@@ -274,7 +274,7 @@ class Metadata:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Returns the description of the run for a checkpoint."""
+        """Returns what a checkpoint stores of the run: position, hyperparameters, `user_state`, optimizer's name."""
         return {
             **self.identity(),
             # The budget is left out: it fits this machine, and another machine may use the checkpoint.

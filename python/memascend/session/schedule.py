@@ -49,7 +49,7 @@ _log = logging.getLogger("memascend")
 
 
 class _Snapshot:
-    """A snapshot of schedulers' states and of the options of all groups, which schedulers set."""
+    """A snapshot of the schedulers' states and of the options of all groups; schedulers set some of these options."""
 
     def __init__(self, schedulers: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
         """Takes the snapshot; raises a ConfigError if JSON cannot hold a scheduler's state."""
@@ -218,8 +218,9 @@ class Schedule:
     def begin_step(self, optimizers: Sequence[torch.optim.Optimizer], *, commits_position: bool) -> None:
         """Rejects a scheduler that other code advanced; warns of schedulers that a resumed run does not restore.
 
-        `optimizers`: the optimizers for which the user may have made schedulers. `commits_position`: a trainer stores
-        its schedulers with its position, and restores them at a resume without `schedule()`.
+        `optimizers`: the optimizers for which the user may have made schedulers. `commits_position`: True if a trainer
+        stores its position and schedulers itself. The trainer then restores the schedulers at a resume, without
+        `schedule()`.
         """
         self._before, self._had_stepped = None, self._stepped
         self._require_own()
@@ -438,7 +439,7 @@ def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
-    """Loads entries into a scheduler, converted to the types of the present entries. Equal entries are not replaced."""
+    """Converts entries to the types of a scheduler's present entries, and loads them. Keeps entries that are equal."""
     state, now = copied(scheduler.state_dict(), deep=True), _entries(scheduler)
     for path, value in entries.items():
         if path not in now or not same(value, now[path]):

@@ -158,7 +158,7 @@ class Session:
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Commits the step, or drops it if its gradients are not finite (see `_drops`).
 
-        The user may have made a scheduler for any of `optimizers`.
+        `optimizers`: the optimizers for which the user may have made schedulers.
         """
         self.run.resources.require_open()
         began, backwards = time.perf_counter(), self.run.gradients.backwards.count
@@ -338,7 +338,7 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """True if the updates need the norm of all gradients first; otherwise the norm is taken after them."""
+        """True if the updates need the norm of all gradients first; False if the updates run first."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
     @property
@@ -353,7 +353,7 @@ class Session:
         return kept or self.run.metadata.commits_position or self.nonfinite == "skip"
 
     def _committed(self, present: Present, norm: Callable[[], float] | None) -> None:
-        """Updates the run's records of position, norm, buffers and cached values after the store's commit."""
+        """After the store's commit, brings position, norm, buffers and cached values of the run up to date."""
         self.run.metadata.advance()
         self.overflowed = False
         if norm is not None:

@@ -71,14 +71,14 @@ class Edits:
         self._repeated_after = self.run.metadata.step
 
     def _is_repetition(self) -> bool:
-        """True if the block that ends was committed before the resume and runs again; counts the block."""
+        """At the end of a block, counts it; returns True if the block was committed before the resume and ran again."""
         if not self._repeated or self._repeated_after != self.run.metadata.step:
             return False
         self._repeated -= 1
         return True
 
     def _count(self, edit: Edit) -> dict[str, Any]:
-        """Increments `Metadata.blocks` for a block that ends; returns the hyperparameters for the block's commit."""
+        """At the end of a block, increments `Metadata.blocks`; returns the hyperparameters for the block's commit."""
         metadata, blocks = self.run.metadata, self.run.metadata.blocks
         edit.undo.callback(setattr, metadata, "blocks", blocks)
         metadata.blocks = blocks + 1
@@ -220,7 +220,7 @@ class Edits:
 
     @contextlib.contextmanager
     def edit(self, *, with_buffers: bool) -> Iterator[Edit]:
-        """Begins an edit, which code in the block commits; an exception before the commit reverts all its changes."""
+        """Begins an edit, which code in the block commits; an exception before the commit reverts the edit."""
         with contextlib.ExitStack() as undo:
             edit = Edit(with_buffers, undo)
             undo.callback(self._discard, edit)

@@ -216,7 +216,7 @@ class Engine(_core.Engine):
         engine. The chunk's tensors are views of the engine's memory. If `function` keeps such a tensor, or a view of
         it, after the call, the step fails: keep a `clone()` instead.
 
-        The engine refers to `gradient` and `values` (see `update`) until it has used them; they must not change before.
+        The engine refers to `gradient` and `values` (see `update`) until the update ends; do not change them meanwhile.
         Without `gradient`, the engine uses the spilled gradient. `step` is the number of this update of the record,
         from 1.
 

@@ -37,7 +37,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, object]:
 
 
 def stored_order(record: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the stored order of dimensions of a record's tensor that has this shape.
+    """Returns the stored order of dimensions of a record's tensor; `shape` is the shape of the tensor.
 
     A tensor of the record's own shape has the record's order; any other tensor is row-major (None).
     """
@@ -62,8 +62,8 @@ def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order
         )
 
 
-# The largest number of bytes of a chunk's state, which one I/O request moves. Disks are slower with smaller requests.
-# Slightly more state would need a second, small request.
+# The largest number of bytes of a chunk's state. One I/O request moves this number of bytes; slightly more bytes would
+# need a second, small request. Disks are slower with small requests.
 _REQUEST_BYTES = 1 << 20
 # The largest number of elements of a chunk. With it, an engine's staging chunks stay within 16 MiB if gradients are
 # 16-bit.

@@ -53,12 +53,12 @@ _Path = str | os.PathLike[str]
 
 
 def pending_file(file: Path) -> Path:
-    """Returns the name of a new store's file until its first commit, which renames the file to `file`."""
+    """Returns the name that a new store's file has before the first commit; that commit renames the file to `file`."""
     return file.with_name(file.name + _core.PENDING_SUFFIX)
 
 
 def foreign_contents_error(path: str, what: str) -> CorruptionError:
-    """Makes the error for a store with right checksums whose contents no version of memascend writes."""
+    """Makes the error for a store that has right checksums, but contents that no version of memascend writes."""
     return CorruptionError(
         f"{path}: {what}. The checksum is right, so another program wrote these contents. Restore the store from a "
         "copy, or pass existing='previous' to open the commit before the last",
@@ -72,7 +72,7 @@ class Store(_core.Store):
     __slots__ = ("_shared",)
 
     def __init__(self, *_: Any) -> None:
-        """Begins without other ranks. To get a store, call `create` or `open`; they pass arguments to `__new__`."""
+        """To get a store, call `create` or `open`: both pass their arguments to `__new__`, which makes the store."""
         self._shared: Agreement | None = None
 
     @classmethod

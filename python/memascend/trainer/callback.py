@@ -198,7 +198,7 @@ class Callback(TrainerCallback):
             if not same_bits(values, given.detach().to("cpu", values.dtype)):
                 raise UsageError(
                     f"the Trainer is about to load weights that differ ({name}) from the weights in the store, which "
-                    f"are those of {shown(self._session.run.metadata.identity())}. The store was not changed. To "
+                    f"belong to {shown(self._session.run.metadata.identity())}. The store was not changed. To "
                     'resume from a checkpoint, call offload(existing="replace", checkpoint=...). To use only '
                     "the checkpoint's weights, load them into the model before you make the Trainer"
                 )
@@ -249,7 +249,7 @@ def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
 
 
 def is_streamed(model: Any, session: Session) -> bool:
-    """True if the model's `save_pretrained` writes only weights and configuration, so that the store can stream it."""
+    """True if the model's `save_pretrained` writes only weights and configuration. Then the store can stream these."""
     saves: Any = getattr(model, "save_pretrained", None)
     its_own = isinstance(saves, _Saving) or getattr(saves, "__func__", None) is PreTrainedModel.save_pretrained
     return (

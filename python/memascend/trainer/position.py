@@ -137,7 +137,10 @@ def decoded(text: str, where: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(zlib.decompress(base64.b85decode(text)))
     except (ValueError, zlib.error) as error:
-        raise CorruptionError(f"the Trainer's position in {where} is damaged and cannot be read: {error}") from error
+        raise CorruptionError(
+            f"the Trainer's position in {where} is damaged and cannot be read: {error}. Resume from another "
+            'checkpoint, or start a new training with existing="replace"'
+        ) from error
     return found
 
 
@@ -224,9 +227,9 @@ class TrainerSnapshot:
             trainer.accelerator.scaler.load_state_dict(taken["scaler"])
 
     def _stateful(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yields each class name with its callbacks that export their state to checkpoints.
+        """Yields the callbacks that export their state to checkpoints, as pairs: class name, callbacks of this class.
 
-        TrainerControl counts, too.
+        TrainerControl is among these callbacks.
         """
         by_name: dict[str, list[Any]] = {}
         for one in (*self._trainer.callback_handler.callbacks, self._trainer.control):

@@ -61,7 +61,7 @@ pub enum FunctionInput {
 pub struct Application {
     /// The function that the engine calls.
     pub function: Box<Function>,
-    /// Bytes of tensors that the function holds until the engine has called it. A gradient is such a tensor.
+    /// Bytes of tensors, such as a gradient, that `function` holds until the engine has called `function`.
     pub nbytes: usize,
     /// The number of this update, counted from 1 over all updates of the record.
     pub step: u64,
@@ -163,8 +163,8 @@ impl Apply {
             let (name, of, grain) = (&described.name, &tensor.name, tensor.grain);
             return Err(Error::Invalid(format!(
                 "the state tensor {of:?} of {name:?} has one item for {grain} elements, so the engine cannot pass the \
-                 whole \
-                 record unchanged: apply the function in chunks (whole=False), or to widened state"
+                 whole record unchanged: apply the function in chunks (whole=False), or describe the record with a \
+                 format that has master weights"
             )));
         }
         let needed = Plan::new(store, record, asked.spilled, asked.is_wide())?.bytes;
@@ -207,7 +207,7 @@ impl Work for Apply {
     }
 
     /// Leases the memory for state tensors that are not cut into chunks, and the memory for the whole record. Returns
-    /// `false` if one of them has no free slot.
+    /// `false` if either lease finds no free slot.
     fn claim(&self, bench: &Workbench<'_>, record: usize) -> Result<bool> {
         let description = bench.store.description();
         let mut others = self.others.borrow_mut();

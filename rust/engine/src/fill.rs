@@ -62,7 +62,10 @@ impl Fill {
         for (tensor, nbytes) in given.zip(&wanted) {
             if let Some(tensor) = tensor.filter(|tensor| tensor.len() != *nbytes) {
                 let got = tensor.len();
-                return Err(Error::Invalid(format!("a tensor of {name:?} has {nbytes} bytes, but {got} were given")));
+                return Err(Error::Invalid(format!(
+                    "a tensor of {name:?} has {nbytes} bytes, but {got} were given: give each tensor with the shape \
+                     and dtype of the description"
+                )));
             }
         }
         let widens = |tensor: &StateTensor| {
@@ -73,7 +76,9 @@ impl Fill {
         };
         let element = described.dtype.bytes() as usize;
         if !first.values.is_empty() && !first.values.as_ptr().addr().is_multiple_of(element) {
-            return Err(Error::Invalid(format!("the values of {name:?} are not aligned for their dtype; copy them")));
+            return Err(Error::Invalid(format!(
+                "the values of {name:?} are not aligned for their dtype; copy the values to aligned memory"
+            )));
         }
         require_wide(described, &first.wide)?;
         let source = |(tensor, given): (&StateTensor, Option<Box<dyn Buffer>>)| match given {

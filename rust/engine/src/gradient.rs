@@ -49,9 +49,9 @@ impl std::ops::Deref for Host {
 
 /// A function that lends a gradient which the engine cannot read directly, for example a gradient on a GPU.
 /// `source(start, nbytes)` returns a window of host memory with `nbytes` bytes of the gradient, beginning with byte
-/// `start`. The window may have more bytes of the gradient if they cost nothing. The window must stay unchanged until
-/// the engine calls a source again, even the source of another gradient. The engine calls all sources on one thread,
-/// one after the other. A source must not wait for the engine.
+/// `start`. The window may have more than `nbytes` bytes of the gradient, if lending more bytes costs nothing. The
+/// window must stay unchanged until the engine calls a source again, even the source of another gradient. The engine
+/// calls all sources on one thread, one after the other. A source must not wait for the engine.
 pub type Source = dyn Fn(usize, usize) -> std::result::Result<Window, Cause> + Send;
 
 /// A range of a gradient's bytes in host memory.
@@ -86,7 +86,8 @@ impl Gradient {
             && (!memory.as_ptr().addr().is_multiple_of(element) || !memory.len().is_multiple_of(element))
         {
             return Err(Error::Invalid(format!(
-                "the gradient's memory does not hold whole, aligned elements of {}",
+                "the gradient's memory does not hold whole, aligned elements of {}: give aligned memory with a whole \
+                 number of elements",
                 dtype.name()
             )));
         }
@@ -146,7 +147,8 @@ impl Gradient {
         Ok(unsafe { elements(first, 0, nbytes) })
     }
 
-    /// Returns `count` elements of the gradient, beginning with element `start`. Otherwise like [`Gradient::bytes`].
+    /// Returns `count` elements of the gradient, beginning with element `start`. Panics if the gradient ends before
+    /// this range ends. Elements that a source lent are valid until the engine calls a source again.
     pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
         let element = self.dtype.bytes() as usize;
         let first = self.at(store, record, start * element, count * element)?;
@@ -155,8 +157,8 @@ impl Gradient {
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
-    /// Returns `count` elements of a float64 gradient, beginning with element `start`. Otherwise like
-    /// [`Gradient::bytes`].
+    /// Returns `count` elements of a float64 gradient, beginning with element `start`. Panics if the gradient ends
+    /// before this range ends. Elements that a source lent are valid until the engine calls a source again.
     pub(crate) fn doubles(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<&[f64]> {
         assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
         let first = self.at(store, record, start * size_of::<f64>(), count * size_of::<f64>())?;

@@ -31,7 +31,7 @@ pub(crate) struct Waiting {
     /// True if the update is applied in memory after the commit. Otherwise the pipeline stages the update before the
     /// commit.
     pub(crate) applies: bool,
-    /// The rule of the update that the log stores. `None` if the gradient is not in the log.
+    /// The rule that the log stores for this update. `None` if the gradient is not in the log.
     pub(crate) rule: Option<LoggedRule>,
 }
 
@@ -121,8 +121,8 @@ impl RamTierGradients {
         state.jobs.push(waiting);
     }
 
-    /// Returns the head of the step for the log. The head lists the updates whose gradients are in the log, and the
-    /// deferred updates. Returns `None` if the step has no such updates.
+    /// Returns the head that the log stores for the step. The head lists the updates whose gradients are in the log,
+    /// and the deferred updates. Returns `None` if the step has neither kind of update.
     pub(crate) fn head(&self, deferred: Vec<(usize, u64, LoggedRule)>) -> Option<StepHead> {
         let (mut head, mut numbers) = (StepHead::default(), HashMap::new());
         let state = self.lock();
@@ -176,7 +176,7 @@ impl RamTierGradients {
     // --- gradients that are kept in memory instead of spilled -----------------------
 
     /// Keeps a gradient in memory. With `adds`, adds `gradient` to the gradient that is kept already. Computes this sum
-    /// in fp32, or in float64 for float64 gradients. Rounds the sum once, to the dtype of the kept gradient.
+    /// in float32, or in float64 for float64 gradients. Rounds the sum once, to the dtype of the kept gradient.
     pub(crate) fn keep(&self, store: &Store, record: usize, gradient: &Gradient, adds: bool) -> Result<()> {
         let dtype = spill_dtype(store, record)?;
         let given = gradient.memory()?;
@@ -235,7 +235,8 @@ impl Kept {
         if into.len() != self.memory.len() {
             let (name, wanted, got) = (&store.description().records[record].name, self.memory.len(), into.len());
             return Err(Error::Invalid(format!(
-                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}"
+                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}: give memory of the \
+                 gradient's size"
             )));
         }
         // SAFETY: both buffers are mapped while they are borrowed, and have the same length; `into` is borrowed

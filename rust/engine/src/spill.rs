@@ -29,14 +29,15 @@ impl Spill {
         Ok(Self { gradient: Some(gradient), adds, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// Creates a job that copies the spilled gradient to the other place of its record, which the next commit can name.
+    /// Creates a job that copies the spilled gradient to the other place of its record. The next commit can name this
+    /// other place.
     pub(crate) fn again(store: &Store, record: usize) -> Result<Self> {
         required(store, record)?;
         Ok(Self { gradient: None, adds: true, so_far: Cell::new(Check::NOTHING) })
     }
 
-    /// Returns an error if the dtype or the number of elements of the gradient differs from what the record's place for
-    /// a spilled gradient holds.
+    /// Returns an error unless the gradient has the dtype and the number of elements for which the record's place for a
+    /// spilled gradient is made.
     pub(crate) fn require_fit(store: &Store, record: usize, gradient: &Gradient) -> Result<()> {
         let described = &store.description().records[record];
         let name = &described.name;
@@ -141,7 +142,8 @@ impl Unspill {
         if into.len() as u64 != wanted {
             let (name, got) = (&described.name, into.len());
             return Err(Error::Invalid(format!(
-                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}"
+                "the gradient of {name:?} has {wanted} bytes, but the memory for it has {got}: give memory of the \
+                 gradient's size"
             )));
         }
         Ok(Self { first: into.as_mut_ptr(), into })
@@ -214,7 +216,8 @@ pub(crate) fn spill_dtype(store: &Store, record: usize) -> Result<Dtype> {
             dtype.name()
         ))),
         None => Err(Error::Invalid(format!(
-            "{name:?} was described without room for spilled gradients: describe the dtype of these gradients"
+            "{name:?} was described without room for spilled gradients: describe the record with a dtype for spilled \
+             gradients"
         ))),
     }
 }

@@ -129,7 +129,7 @@ impl Shared {
         let part = memory.part(at as usize, bytes as usize);
         let name = &self.store.description().records[record].name;
         let outside =
-            || Error::Invalid(format!("the memory is too small for {bytes} bytes of {name:?} at offset {at}"));
+            || Error::Invalid(format!("{name:?} needs {bytes} bytes of the memory at offset {at}: give more memory"));
         let room = part.map(Room::new).ok_or_else(outside)?;
         let job = self.computing((record, Arc::clone(&behind)), (first, count), room, settles);
         let mark = Arc::clone(&job.mark);

@@ -38,7 +38,8 @@ impl Plan {
         if wide && (!reduced::is_reduced(described) || described.format.master() == Master::None) {
             let (name, format) = (&described.name, described.format.name());
             return Err(Error::Invalid(format!(
-                "the engine cannot widen the state of {name:?}, whose format is {format:?}"
+                "the engine cannot widen the state of {name:?} in the format {format:?}: use FunctionInput::InChunks \
+                 or FunctionInput::Whole"
             )));
         }
         let elements = described.elements() as usize;

@@ -5,8 +5,8 @@ use crate::request::Job;
 /// A backend sends requests to devices. It passes the result of each request to
 /// [`Request::interpret_result`](crate::request::Request::interpret_result).
 ///
-/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight. An operation that
-/// is still in flight fails with ECANCELED once the kernel has finished with its requests.
+/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight. If an operation is
+/// still in flight, the operation fails with ECANCELED once the kernel has finished with the requests of the operation.
 pub(crate) trait Backend: Send + Sync {
     /// Queues a job. Does not wait for a device.
     fn submit(&self, job: Job);
@@ -54,8 +54,8 @@ pub(crate) fn block_signals() {
     // SAFETY: `all` is valid for writes of its type; `sigfillset` initialises it.
     let filled = unsafe { libc::sigfillset(all.as_mut_ptr()) };
     debug_assert_eq!(filled, 0);
-    // SAFETY: `sigfillset` initialised `all`. The pointer for the old set may be null, and `pthread_sigmask` then does
-    // not write to it.
+    // SAFETY: `sigfillset` initialised `all`. The third argument may be null: `pthread_sigmask` then does not store the
+    // old set.
     let blocked = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
     debug_assert_eq!(blocked, 0);
 }

@@ -4,8 +4,8 @@ use std::{ptr::NonNull, sync::Arc};
 
 use memascend_mem::Lease;
 
-/// Memory that a caller passes to an operation by value. The ticket returns the memory once the kernel has finished
-/// with it.
+/// Memory that a caller passes to an operation by value. The operation's ticket returns the memory once the kernel no
+/// longer uses the memory.
 ///
 /// # Safety
 /// While an operation owns the value, the `len()` bytes from `as_ptr()` on must stay mapped at this address, even if

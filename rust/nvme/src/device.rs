@@ -1,5 +1,5 @@
-//! Opens and locks files and raw block devices. Rejects a block device with data of another program. Uses direct I/O if
-//! possible.
+//! Opens and locks files and raw block devices. Rejects a block device that holds data of another program. Uses direct
+//! I/O if possible.
 //!
 //! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes these
 //! changes, unless `keep` or `take_name` was called. `Drop` undoes the changes before it releases the lock, because
@@ -51,7 +51,7 @@ pub enum DeviceKind {
 #[derive(Debug)]
 pub(crate) struct Device {
     // Rust drops the fields in this order. So `_fork_guard` removes the descriptor from the table of `fork.rs` before
-    // `file` closes the descriptor. Afterwards another file may get the same number.
+    // `file` closes the descriptor. After the close, another file may get the number of this descriptor.
     _fork_guard: ForkGuard,
     file: File,
     pub(crate) path: Arc<Path>,
@@ -142,7 +142,7 @@ impl Device {
         file::settle_name(&self.path, &self.absolute)
     }
 
-    /// Call this if the caller removes the file's name. Afterwards, dropping the device undoes nothing.
+    /// Tells the device that its caller removes the file's name. Dropping the device then undoes nothing.
     pub(crate) fn forgo_name(&self) {
         *locked(&self.name) = Name::Removed;
     }
@@ -249,13 +249,14 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     let (alignment, block) = block_of(&devices);
     if devices.len() > 1 && !stripe_bytes.is_multiple_of(block) {
         return Err(Error::Invalid(format!(
-            "stripe={stripe_bytes} is not a multiple of {block} bytes, the alignment of these devices; pass a multiple"
+            "stripe={stripe_bytes} is not a multiple of {block} bytes, the alignment of these devices; pass \
+             stripe= with a multiple of this alignment"
         )));
     }
     let smallest = devices.iter().map(|device| device.bytes).min().unwrap_or(0);
     let wanted = match size_bytes {
         Some(size) => striping.device_bytes(size, block).ok_or_else(|| too_large(size))?,
-        // Extends the file's last block to a whole block.
+        // Rounds the size of the file up to whole blocks.
         None if devices.len() == 1 && devices[0].kind == DeviceKind::File => {
             smallest.checked_next_multiple_of(block).ok_or_else(|| too_large(smallest))?
         }

@@ -137,7 +137,7 @@ pub enum Error {
         what: String,
     },
 
-    /// A thread of this crate panicked. The thread continues with its next work.
+    /// A thread of this crate panicked. The thread continues with the next task.
     #[error("a thread of the volume panicked, which is a bug of memascend; please report it: {0}")]
     Panicked(String),
 
@@ -146,7 +146,7 @@ pub enum Error {
     Memory(Arc<memascend_mem::Error>),
 }
 
-/// Runs `work`. If `work` panics, returns the panic as an error, and the thread continues.
+/// Runs `work`. If `work` panics, returns an error with the panic's text, so that the calling thread continues.
 pub(crate) fn catch_panic(work: impl FnOnce() -> Result<()>) -> Result<()> {
     caught(work).unwrap_or_else(|text| Err(Error::Panicked(text)))
 }
@@ -162,7 +162,8 @@ impl Error {
         Self::Refused { path: Arc::clone(path), why, errno }
     }
 
-    /// Makes the error of a wait that ended too early. `what` names the operation that the caller waited for.
+    /// Makes the error of a wait that a timeout or an interrupt ended. `what` names the operation that the caller
+    /// waited for.
     pub(crate) fn of_wait(ended: Ended, what: impl FnOnce() -> String) -> Self {
         match ended {
             Ended::TimedOut(waited) => Self::TimedOut { what: what(), waited },
@@ -182,13 +183,13 @@ fn reason(errno: i32) -> String {
     format!("{} (errno {errno})", plain.to_lowercase())
 }
 
-/// Returns advice for the user about `errno`; empty if there is none.
+/// Returns advice for the user about `errno`; empty if there is no advice.
 fn advice(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "; free space on the file system, or choose a smaller size",
         libc::EDQUOT => "; raise the quota, or choose a smaller size",
         libc::EIO => "; the device or the file system behind it reported a fault: see `dmesg`",
-        libc::EROFS => "; it is read-only, perhaps because of an error: see `dmesg`",
+        libc::EROFS => "; the device or its file system is read-only, perhaps because of an error: see `dmesg`",
         libc::EFBIG => "; raise the file size limit (`ulimit -f`), or use a file system that allows larger files",
         libc::ENODEV | libc::ENXIO => "; the device was removed or has failed: see `dmesg`",
         libc::EACCES | libc::EPERM => "; check its owner and mode, and whether the device is read-only",

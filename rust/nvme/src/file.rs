@@ -199,8 +199,8 @@ pub enum Privacy {
     Existing,
 }
 
-/// Restricts access to the file to its owner. Returns the former permission bits if they changed. Call `make_private`
-/// for files only: the system decides who may access raw devices.
+/// Restricts access to the file to its owner. Returns the former permission bits; `None` if the bits did not change.
+/// Call `make_private` for files only: the system decides who may access raw devices.
 pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let user = rustix::process::geteuid().as_raw();
@@ -243,7 +243,8 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     let free = free_bytes(file);
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let length_before = metadata.len();
-    // Counts the file's length too, because not every file system reports the blocks of a file.
+    // `there` is the number of bytes that the file has already. Some file systems do not report the blocks of a file,
+    // so the length of the file counts too.
     let there = length_before.max(metadata.blocks() * 512);
     if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
         // `fallocate` would take all free space before it fails, so the disk would be full for other writers.

@@ -14,7 +14,7 @@ use std::{
 };
 
 /// The size of the table of descriptors that a child closes: the devices, rings and eventfds of all volumes. If the
-/// table is full, further descriptors stay open in a child.
+/// table is full, the descriptors that are not in the table stay open in a child.
 const DESCRIPTORS_MAX: usize = 1024;
 const FREE: RawFd = -1;
 
@@ -33,8 +33,8 @@ extern "C" fn in_child() {
     }
 }
 
-/// Registers a descriptor that forked children close. Drop this value before closing the descriptor: another file may
-/// get the same number afterwards.
+/// Registers a descriptor that forked children close. Drop this value before you close the descriptor: after the close,
+/// another file may get the number of the descriptor.
 #[derive(Debug)]
 pub(crate) struct ForkGuard {
     slot: Option<usize>,

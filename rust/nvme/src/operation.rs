@@ -121,7 +121,7 @@ impl Context {
     }
 }
 
-/// What the end of an operation releases (`begun`, `hold`) or notifies (`whole`).
+/// What an operation must do when it ends: it releases `begun` and `hold`, and reports its result to `whole`.
 #[derive(Debug, Default)]
 struct Registrations {
     /// The operation's number in `traffic`; `None` if no caller began the operation.
@@ -142,7 +142,7 @@ pub(crate) struct Operation {
     /// Bytes to move; for a flush, the number of devices.
     pub(crate) units: u64,
     pub(crate) address: Address,
-    /// Units that have no result yet.
+    /// The number of units that have no result yet.
     open: AtomicU64,
     failed: AtomicBool,
     marks: Registrations,
@@ -234,7 +234,7 @@ impl Operation {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// Records the result of `units`. The last result ends the operation.
+    /// Records the result of this number of units. Once all units have a result, the operation ends.
     pub(crate) fn complete_units(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);

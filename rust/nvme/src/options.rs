@@ -18,8 +18,8 @@ pub const DEVICES_MAX: usize = 32;
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Options {
-    /// The size of the volume in bytes. `None` means the full size of the devices. A new file needs a size. A file that
-    /// is smaller than its part of this size grows.
+    /// The size of the volume in bytes. `None` means the full size of the devices. A new file needs a size. Opening the
+    /// volume grows each file that is smaller than the file's share of this size.
     pub size_bytes: Option<u64>,
     /// The largest number of requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: Option<usize>,

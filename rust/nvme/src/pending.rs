@@ -16,7 +16,7 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// The suffix that a file's pending name adds to its own name.
+/// The pending name of a file is the file's own name with this suffix.
 pub const PENDING_SUFFIX: &str = ".new";
 
 /// Checks whether the file at a pending name was left by a killed process before it was filled. `Ok` means that the
@@ -30,12 +30,13 @@ pub(crate) enum Name {
     Own,
     /// The path with [`PENDING_SUFFIX`], until the file is filled.
     Pending,
-    /// No name: the caller removes the file's name.
+    /// No name: the caller has removed, or will soon remove, the file's name.
     Removed,
 }
 
 impl Name {
-    /// Returns the path at which a file with this name is stored, if its own path is `own`; `None` for a removed name.
+    /// Returns the path of a file with this name; `own` is the path that the caller gave. Returns `None` for a removed
+    /// name.
     pub(crate) fn path(self, own: &Path) -> Option<PathBuf> {
         match self {
             Self::Own => Some(own.to_owned()),
@@ -62,7 +63,7 @@ pub enum Lost {
     Truncated,
 }
 
-/// Returns how `path` stopped naming the open file; `None` if `path` still names the file, or if looking up `path`
+/// Returns why `path` no longer names the open file; `None` if `path` still names the file, or if looking up `path`
 /// fails with another error than "not found".
 pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     let ours = file.metadata().ok()?;

@@ -1,4 +1,4 @@
-//! Opens raw block devices exclusively, and rejects devices with data of another program.
+//! Opens raw block devices exclusively, and rejects devices that hold data of another program.
 
 use std::{
     fs::{self, File},

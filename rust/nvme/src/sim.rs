@@ -299,7 +299,8 @@ impl Driver {
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), memory, moved) };
             }
             Kind::Write { durable } => {
-                // SAFETY: the operation owns `request.bytes` readable bytes at `address`, and `moved` is not larger.
+                // SAFETY: the operation owns `request.bytes` readable bytes at `address`, and `moved` is at most
+                // `request.bytes`.
                 let bytes = unsafe { std::slice::from_raw_parts(memory, moved) }.to_vec();
                 medium.cached[at..at + moved].copy_from_slice(&bytes);
                 if durable {

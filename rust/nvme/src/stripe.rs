@@ -46,13 +46,13 @@ impl Striping {
         }
     }
 
-    /// Returns the bytes that each device must hold for a volume of `size_bytes`; `None` on overflow.
+    /// Returns the number of bytes that each device must hold for a volume of `size_bytes`; `None` on overflow.
     pub(crate) fn device_bytes(self, size_bytes: u64, block_bytes: u64) -> Option<u64> {
         let unit = if self.devices == 1 { block_bytes } else { self.stripe_bytes };
         size_bytes.div_ceil(unit * self.devices).checked_mul(unit)
     }
 
-    /// Returns the bytes of a volume whose smallest device has `device_bytes`.
+    /// Returns the size in bytes of a volume whose smallest device has `device_bytes` bytes.
     pub(crate) fn volume_bytes(self, device_bytes: u64, block_bytes: u64) -> u64 {
         let unit = if self.devices == 1 { block_bytes } else { self.stripe_bytes };
         device_bytes / unit * unit * self.devices

@@ -40,8 +40,8 @@ impl Threads {
         for index in 0..most.min(queue_depth * devices.len()) {
             let (queue, devices) = (Arc::clone(&pool.queue), Arc::clone(devices));
             let thread = std::thread::Builder::new().name(format!("memascend-io-{index}"));
-            // A panic drops the request that caused it, and `Request::drop` answers the request with an error. Then the
-            // thread serves the other requests.
+            // A panic drops the request that caused the panic, and `Request::drop` answers this request with an error.
+            // Then the thread serves the other requests.
             let served = move || while catch_unwind(AssertUnwindSafe(|| serve(&queue, &devices))).is_err() {};
             pool.threads.push(thread.spawn(served)?);
         }

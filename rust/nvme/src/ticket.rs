@@ -8,8 +8,8 @@ use crate::{Buffer, Error, Result, operation::Operation};
 
 /// A handle on an operation in flight. The operation owns the buffer until the kernel has finished with it.
 ///
-/// Dropping a ticket does not cancel the operation. The operation continues and keeps its buffer until it ends. If the
-/// operation is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
+/// Dropping a ticket does not cancel the operation. The operation continues, and keeps the buffer until the operation
+/// ends. If the operation is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
 pub struct Ticket<B> {
     operation: Arc<Operation>,
     buffer: PhantomData<fn() -> B>,

@@ -1,8 +1,8 @@
 //! Copies unaligned transfers through aligned chunks, on dedicated threads.
 //!
 //! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a write does not fill its
-//! first or last block, the thread reads the block, changes the written bytes and writes the block back. Meanwhile the
-//! thread has an alone hold on the block (see [Note: block holds] in `traffic.rs`).
+//! first or last block, the thread reads the block, copies the new bytes into the block and writes the block back.
+//! During these steps the thread has an alone hold on the block (see [Note: block holds] in `traffic.rs`).
 
 use std::{
     collections::VecDeque,

@@ -223,8 +223,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits the callers' jobs until the kernel has `depth` requests, and arms the eventfd when no job is left.
-    /// Returns true if the thread should stop.
+    /// Submits the callers' jobs until the kernel has `depth` requests. When no job is left, submits a read of the
+    /// eventfd. Returns true if the thread should stop.
     fn collect(&mut self) -> bool {
         loop {
             self.fill();
@@ -283,8 +283,8 @@ impl<'a> Driver<'a> {
         // SAFETY: a request in `places` owns the entry's memory, or the memory is `wakes`. The memory lives until the
         // completion, because `run` returns only once the kernel has no request and no eventfd read.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
-            // The submission queue has one entry for each place and one for the eventfd. So it is full only while the
-            // kernel has not yet taken the entries.
+            // The submission queue has one entry for each place and one for the eventfd. So the queue is full only
+            // while the kernel has not yet taken the entries.
             if self.ring.submit().is_err() {
                 std::thread::sleep(PAUSE);
             }

@@ -107,7 +107,7 @@ impl Volume {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Call this if the caller removes the names of the volume's files. Afterwards, `lost` ignores these files, and
+    /// Tells the volume that its caller removes the names of the volume's files. `lost` then ignores these files, and
     /// dropping the volume undoes nothing.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);

@@ -50,7 +50,7 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     }
 }
 
-/// Returns the value of the choice with the name `asked`. If there is none, the error lists all names.
+/// Returns the value of the choice with the name `asked`. If no choice has this name, the error lists all names.
 pub(crate) fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: &[(&str, T)]) -> PyResult<T> {
     let names: Vec<&str> = choices.iter().map(|(name, _)| *name).collect();
     let found = choices.iter().find(|(choice, _)| *choice == asked).map(|(_, value)| *value);

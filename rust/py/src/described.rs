@@ -15,8 +15,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// A tensor of a description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
 /// A record, as (is a buffer, unit, values, state, order of the dimensions, dtype of spilled gradients, format of the
-/// state, first element). If the record has only some rows of a parameter, the first element is the index of the
-/// record's first element in the parameter; otherwise it is `None`. If the format is `None`, the record is compact if
+/// state, first element). If the record has only some rows of a parameter, the last entry is the index in the parameter
+/// of the record's first element; otherwise the last entry is `None`. If the format is `None`, the record is compact if
 /// it has the tensors of a compact record, and plain otherwise.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
@@ -59,8 +59,8 @@ fn store_log_bytes(
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
-/// Returns the size in bytes of the second places for gradients. A store has these places at its end if updates of the
-/// records `deferred` are deferred.
+/// Returns the size in bytes of the second places for the gradients of the records `deferred`. A store needs these
+/// places, at its end, to defer updates of these records.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(

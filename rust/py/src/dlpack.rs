@@ -10,7 +10,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(dlpack, module)?)
 }
 
-/// The name of a capsule that no consumer has used. A consumer accepts only a capsule with this name, and renames it.
+/// The name of a capsule that no consumer has used. A consumer accepts only a capsule with this name, and then renames
+/// the capsule.
 const NAME: &CStr = c"dltensor";
 const UNSIGNED: u8 = 1;
 
@@ -48,9 +49,9 @@ struct Export {
     owner: Py<PyAny>,
 }
 
-/// Makes a capsule for `torch.from_dlpack`. It describes `nbytes` bytes at `address` on a device. `kind` is the number
-/// of the device type in dlpack.h, and `index` is the index of the device. `owner` stays alive until the last tensor on
-/// the bytes is gone.
+/// Makes a capsule for `torch.from_dlpack`. The capsule describes `nbytes` bytes at `address` on a device. `kind` is
+/// the number of the device type in dlpack.h, and `index` is the index of the device. `owner` stays alive until the
+/// last tensor on the bytes is gone.
 #[pyfunction]
 fn dlpack<'py>(
     address: &Bound<'py, PyAny>,
@@ -119,7 +120,8 @@ unsafe extern "C" fn dropped(capsule: *mut ffi::PyObject) {
     if ours {
         // SAFETY: `PyCapsule_IsValid` has checked that the capsule has this name.
         let managed = unsafe { ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()) };
-        // SAFETY: `dlpack` stored the pointer. No consumer took the capsule, because a consumer renames it.
+        // SAFETY: `dlpack` stored the pointer. A consumer renames the capsule that it takes, and this capsule still has
+        // its first name. So no consumer took the capsule.
         unsafe { free_export(managed.cast()) };
     }
 }

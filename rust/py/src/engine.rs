@@ -29,7 +29,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Engine>()
 }
 
-/// The address and the bytes of a tensor, and an object that keeps the bytes valid.
+/// A tensor, as (address, number of bytes, an object that keeps the bytes valid).
 type Tensor = (usize, usize, Py<PyAny>);
 /// The numbers of an update by Adam: lr, betas, eps, weight decay, decoupled, step, gradient scale, maximize, seed. The
 /// numbers of an update by SGD with momentum: lr, (momentum, dampening), None, weight decay, nesterov, step, gradient
@@ -94,8 +94,9 @@ impl Engine {
     }
 
     /// Queues a job that writes a record's first values and state. For a state tensor that is None, the job writes
-    /// zeros, or the values if the tensor is a float32 master of the record's shape. `wide` has float32 tensors for the
-    /// master and the moments that the record's format does not store in float32.
+    /// zeros, or the values if the tensor is a float32 master of the record's shape. `wide` is (master, first moment,
+    /// second moment). An entry may be a float32 tensor if the record's format stores this part in fewer bits;
+    /// otherwise the entry is None.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -160,7 +161,7 @@ impl Engine {
         waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
-    /// Returns whether the spilled gradient has an element that is not finite, and the exact sum of the squares of its
+    /// Examines the spilled gradient. Returns whether an element is not finite, and the exact sum of the squares of all
     /// elements.
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);

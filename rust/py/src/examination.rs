@@ -18,7 +18,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Reads and verifies both commits of a store. Calls `progress(done, all)`. If `progress` raises an exception, the
 /// examination stops and raises this exception. Returns a dict for each commit: "generation", "step", "extents",
-/// "bytes", "damages" (texts of the first errors) and "others" (the number of further errors).
+/// "bytes", "damages" (texts of the first errors) and "others" (the number of errors that "damages" does not contain).
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(

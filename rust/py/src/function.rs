@@ -26,7 +26,8 @@ impl Lender {
         Py::new(py, LentBuffer { memory, _lent: Arc::clone(&self.0) })
     }
 
-    /// Returns an error if Python still holds a buffer that was lent, after a garbage collection and a short wait.
+    /// Runs a garbage collection and waits a short time until Python has dropped all lent buffers. Returns an error if
+    /// Python then still holds a lent buffer.
     pub(crate) fn require_back(&self, py: Python<'_>) -> PyResult<()> {
         if Arc::strong_count(&self.0) > 1 {
             py.import("gc")?.call_method0("collect")?;
@@ -88,8 +89,8 @@ fn called(py: Python<'_>, adapter: &Py<PyAny>, chunk: Chunk) -> PyResult<()> {
         result.map(drop)
     };
     if let Err(error) = result {
-        // Clears the frames of the traceback, because they keep tensors of the chunk and the error lives longer than
-        // the call.
+        // Clears the frames of the traceback. The error and its traceback live longer than the call, and the frames
+        // would keep tensors of the chunk alive.
         if let Some(traceback) = error.traceback(py) {
             py.import("traceback")?.call_method1("clear_frames", (traceback,))?;
         }

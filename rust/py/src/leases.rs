@@ -26,7 +26,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LeaseBuffer>()
 }
 
-/// The right to use bytes of an arena or a ring. The slot is free again once the lease and every tensor in it are gone.
+/// The right to use bytes of an arena or a ring. The slot with these bytes is free again once the lease and every
+/// tensor on the bytes are gone.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Lease {
     nbytes: usize,
@@ -54,7 +55,7 @@ impl Lease {
 
     /// Returns a tensor in the leased bytes, without a copy. The tensor has the bytes that are in the slot now.
     ///
-    /// The lease ends when the last view of the tensor is gone, even if this object is deleted before.
+    /// The lease ends when the last view of the tensor is gone, even if this `Lease` object is deleted earlier.
     fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = shape.py();
         let torch = py.import("torch")?;
@@ -197,8 +198,8 @@ struct LeaseBuffer {
 
 impl Drop for LeaseBuffer {
     fn drop(&mut self) {
-        // Freeing a slot takes nanoseconds. But freeing the last slot of a closed region also unmaps the region, so
-        // `Detached` then frees the slot without the GIL.
+        // Freeing a slot usually takes nanoseconds. But freeing the last slot of a closed region also unmaps the
+        // region, which is slow. So if the region is closed, `Detached` frees the slot without the GIL.
         if self.lease.as_ref().is_some_and(|lease| lease.is_region_closed()) {
             drop(Detached::new(self.lease.take()));
         }
@@ -227,7 +228,7 @@ pub(crate) unsafe fn fill<T>(
     (start, bytes): (NonNull<u8>, usize),
     flags: c_int,
 ) -> PyResult<()> {
-    // This cannot fail, because no memory is larger than `isize::MAX`.
+    // The conversion cannot fail, because no memory is larger than `isize::MAX`.
     let length = ffi::Py_ssize_t::try_from(bytes)?;
     // SAFETY: the caller guarantees a valid view, and bytes that live as long as `owner`.
     let failed = unsafe { ffi::PyBuffer_FillInfo(view, owner.as_ptr(), start.as_ptr().cast(), length, 0, flags) };

@@ -320,8 +320,9 @@ fn is_file_memory(address: usize) -> bool {
 
 /// Makes calls of this thread harmless to CUDA graphs that other threads capture.
 ///
-/// In the default mode, a capture fails if this thread queries whether a copy has ended. Returns False if the mode
-/// could not be set, for example if the process has not loaded the CUDA driver. Without the driver, no thread captures.
+/// Sets this thread's capture mode. In the default mode, a capture by another thread fails if this thread queries
+/// whether a copy has ended. Returns False if the mode could not be set, for example if the process has not loaded the
+/// CUDA driver. Without the driver, no thread captures.
 #[pyfunction]
 fn ignore_captures() -> bool {
     mem::ignore_captures()
@@ -366,15 +367,15 @@ fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// Ends a step that had `backwards` backward passes. Returns free heap memory to the system. But if the backward passes
-/// touched much memory, keeps freed memory from now on.
+/// Ends a step that had `backwards` backward passes. Returns free heap memory to the system, unless the backward passes
+/// touched much memory. If the passes touched much memory, the heap keeps freed memory from now on.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));
 }
 
-/// Returns the limits on this process's memory now, in bytes: "available", the name of the limit that determines this
-/// number (`"limited_by"`), and each limit.
+/// Returns a dict of the limits on this process's memory now: "available" (in bytes), `"limited_by"` (the name of the
+/// limit that determines "available"), each limit and more.
 #[pyfunction]
 fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let limits = py.detach(mem::memory_limits);
@@ -394,7 +395,7 @@ fn limits(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(dict)
 }
 
-/// Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned".
+/// Returns a dict for each region that is mapped now: "owner", "bytes", and "pinned" (how the region is pinned).
 #[pyfunction]
 fn regions(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let region = |stats: mem::RegionStats| {

@@ -188,7 +188,7 @@ pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
     /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, the next thread that takes the
-    /// GIL releases the object.
+    /// GIL releases the Python object.
     _keep: Py<PyAny>,
 }
 
@@ -280,8 +280,8 @@ unsafe impl Buffer for TensorMemory {
     }
 }
 
-/// An operation in flight. Deleting the ticket does not cancel the operation: the operation continues, and keeps its
-/// memory alive until it ends.
+/// An operation in flight. Deleting the ticket does not cancel the operation: the operation continues, and the memory
+/// stays alive until the operation ends.
 ///
 /// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the write's
 /// error, once.

@@ -8,8 +8,8 @@ use pyo3::{
     prelude::*,
 };
 
-/// Returns a source that calls `function(start, bytes)`. The function returns the address of a window, the window's
-/// first byte in the gradient, and the window's number of bytes.
+/// Returns a source that calls `function(start, bytes)`. The function returns the address of a window, the offset of
+/// the window in the gradient, and the number of bytes in the window. The offset is in bytes.
 pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
     Box::new(move |start, nbytes| {
         let called =

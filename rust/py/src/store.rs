@@ -313,13 +313,14 @@ impl Store {
         Some((path.to_path_buf(), word))
     }
 
-    /// Makes `close()` remove the files that were created for the store, before another process can open them.
+    /// Makes `close()` remove the files that were created for the store. `close()` removes the files while they are
+    /// still locked, so that no other process can open them.
     fn forsake(&self) {
         self.inner.volume().forsake();
     }
 
-    /// Call this if the caller removes the store's file. Afterwards, a new store does not give the file its final name,
-    /// and `lost_file` does not report the file.
+    /// Tells the store that its caller removes the store's file. A new store then does not give the file its final
+    /// name, and `lost_file` does not report the file.
     fn become_temporary(&self) {
         self.inner.volume().forgo_names();
     }

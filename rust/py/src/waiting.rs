@@ -58,8 +58,8 @@ pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     interruptible(py, |keep_waiting| work(Wait { timeout, keep_waiting: Some(keep_waiting) }))
 }
 
-/// Runs `work` as [`interruptible`] does, and passes the numbers of bytes that `work` reports to `progress(done, all)`,
-/// if `progress` is given.
+/// Runs `work` as [`interruptible`] does, and reports its progress: whenever `work` reports numbers of bytes, calls
+/// `progress(done, all)` with these numbers, if `progress` is given.
 pub(crate) fn watched<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,

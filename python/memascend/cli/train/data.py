@@ -119,7 +119,7 @@ def _files(text: str) -> list[str]:
     for file in found:
         if Path(file).suffix.lower() not in _BUILDERS or not Path(file).stat().st_size:
             raise ConfigError(
-                f"{file} has no examples: give a file that ends in {', '.join(_BUILDERS)}, and is not empty"
+                f"{file} has no examples: give a file that is not empty, and whose name ends in {', '.join(_BUILDERS)}"
             )
     return found
 
@@ -292,7 +292,7 @@ def _shown(value: Any) -> str:
 def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]:
     """Converts messages in the form of OpenAI or ShareGPT to the form of OpenAI.
 
-    Drops fields that are None, because `datasets` adds a field with None to each example if any example has the field.
+    Drops fields that are None: if any example has a field, `datasets` adds this field, as None, to all other examples.
     """
     messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns], 1):
