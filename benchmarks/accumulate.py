@@ -33,9 +33,9 @@ _LENGTHS = (128, 512)
 _WARM_STEPS = 2
 # The largest value that each ratio may have.
 _TARGETS = {"bytes": 1.05, "disk": 0.5, "compute": 1.05, "memory": 1.1}
-# The targets "disk" and "compute" apply to steps of `_AT` micro-batches. "disk" judges steps with short micro-batches,
-# whose speed is limited by the drive. "compute" judges steps with long micro-batches, whose speed is limited by
-# computation.
+# The targets "disk" and "compute" apply to steps of `_AT` micro-batches. "disk" judges steps with short micro-batches:
+# the drive limits the speed of these steps. "compute" judges steps with long micro-batches: computation limits the
+# speed of these steps.
 _AT = 8
 _BYTES_CASES = {
     "bf16, default": ("bfloat16", {"gradients": "fused"}),
@@ -432,8 +432,8 @@ class _TrainersWorker:
             return " ".join(f"w{number}" for number in torch.randint(1000, (count,)).tolist())
 
         # DPO computes two sequences for each example: the prompt with the chosen answer, and the prompt with the
-        # rejected answer. Each sequence has half the length, so that an example has as many tokens with DPO as with
-        # SFT.
+        # rejected answer. Each sequence is half as long as an SFT sequence, so that an example has as many tokens with
+        # DPO as with SFT.
         length = work["length"] - 1 if work["trainer"] == "SFT" else work["length"] // 2 - 1
         half = length // 2
         texts = [text(length) for _ in range(_EXAMPLES)]

@@ -2,8 +2,8 @@
 
 There are three tables. "habits" compares two options in loops that clip no step, each step, or every other step. With
 `gradients="auto"`, memascend begins updates before the norm is known. With `gradients="ssd"`, memascend waits for the
-norm. "memory" compares steps that memascend clips with unclipped steps, and with the same training in memory. "first"
-compares the first steps of new processes with later steps.
+norm. "memory" compares clipped steps of memascend with unclipped steps of memascend, and with clipped steps of torch in
+memory. "first" compares the first steps of new processes with later steps.
 
 Each case trains in a separate process. In "habits" and "memory", the processes take turns. The benchmark multiplies the
 loss by a factor: a large factor puts the norm above the limit, so the step is clipped; a small factor puts the norm
@@ -106,7 +106,7 @@ _TABLES = {
 
 
 def main() -> None:
-    """Measures all cases of a table and prints it."""
+    """Measures all cases of a table and prints the table."""
     options = _options()
     if options.work:
         serve(_Worker(json.loads(options.work)).turn)
@@ -356,9 +356,9 @@ def _of_later(cases: Mapping[str, Any]) -> list[str]:
 def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
     """Returns a table that compares `cases` with the cases of an earlier run, `before`.
 
-    The table has two ratios for each case. The first ratio divides the case's seconds in this run by the case's seconds
-    in the earlier run. The second ratio compares relative seconds in the same way: the case's seconds, divided by the
-    seconds of the first case of the same run.
+    The table has two ratios for each case. The first ratio is the case's seconds in this run, divided by its seconds in
+    the earlier run. The second ratio uses relative seconds: in each run, the case's seconds are divided by the seconds
+    of the first case.
     """
     from memascend.text import table
 

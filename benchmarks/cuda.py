@@ -204,7 +204,8 @@ class Run:
 def longest(fits: Callable[[int], bool], limit: int) -> int:
     """Returns the longest length up to `limit` that fits.
 
-    The search doubles the length from 512 until it does not fit. Then it adds eighths of the last length that fitted.
+    Returns 0 if the first length does not fit. The search doubles the length from 512 until a length does not fit. Then
+    it adds one to seven eighths to the last length that fitted.
     """
     best = 0
     length = min(512, limit)
@@ -291,8 +292,8 @@ def bounds(plan: Any, seconds: dict[str, float], disk: dict[str, float], bus: di
     if bus:
         ahead = plan.read_bytes.get("values, forward", 0) / bus["in"] / 1e9
         # PCIe carries both directions at the same time. In the backward, values go to the device and gradients go to
-        # the host. The gradients are as large as the trained values. So this code takes the bytes of "values", the
-        # trained values that a step writes to storage, as the bytes of the gradients.
+        # the host. This code counts "values" of `written_bytes`, the trained values that a step writes to storage,
+        # because the gradients have the same number of bytes.
         back = max(
             plan.read_bytes.get("values, backward", 0) / bus["in"], plan.written_bytes.get("values", 0) / bus["out"]
         )

@@ -152,7 +152,7 @@ def _train(depth: int, case: str, gradients: str, folder: str, start: str, dtype
 def _model(depth: int, width: int, start: str, dtype: str) -> Any:
     """Returns a model whose proportions are the same for each width.
 
-    The warm-up passes a width of 64, and gets a small vocabulary.
+    With the width 64, which the warm-up uses, the model has a small vocabulary.
     """
     import torch
     import transformers

@@ -135,7 +135,7 @@ def questions(
 def _computes(options: argparse.Namespace) -> str:
     """Returns the options that describe the device to `memascend plan`.
 
-    For a GPU, the options give only the memory that a step may fill.
+    For a GPU, the memory in the options is only the part that a step may fill.
     """
     if options.device == "cpu":
         return "--device cpu"
@@ -152,7 +152,7 @@ def _card(options: argparse.Namespace) -> int:
 def _affordable(question: Question, budget: int) -> Question:
     """Returns `question` with `budget` as its host memory.
 
-    Uses the smallest budget that works if `budget` is too small.
+    If `budget` is too small, uses the smallest budget that works.
     """
 
     def told(nbytes: int) -> Question:
@@ -172,8 +172,8 @@ def _of(question: Question, sequences: int, count: int) -> Question:
 def _by_layer(turns: Question) -> Question | None:
     """Returns the question about a step by layer with the number of sequences of `turns`; None if no such step fits.
 
-    The function compares steps with micro-batches of several sizes. It returns the step with the largest micro-batches
-    that takes at most 2 % longer than the fastest step.
+    The function compares steps with micro-batches of several sizes. It keeps the steps that take at most 2 % longer
+    than the fastest step. Of these, it chooses the step with the largest micro-batches.
     """
     asked: list[tuple[float, Question]] = []
     for count in (turns.micro_batches << power for power in range(8)):

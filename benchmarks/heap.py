@@ -5,9 +5,9 @@ each threshold, the benchmark trains in separate processes. The processes take t
 speed affects all thresholds.
 
 "ours" is the default of memascend (`rust/mem/src/heap.rs`). "none" does not change malloc's settings
-(`MEMASCEND_MALLOC=system`). For a number, the environment variables of glibc set the threshold. This threshold already
-applies while the model is made. The table has the median seconds of a step, and the added bytes: the memory peak of
-training, minus the memory of the process before the model was made.
+(`MEMASCEND_MALLOC=system`). A size, such as "4M", is the threshold itself. The environment variables of glibc set this
+threshold, so it already applies while the model is made. The table has the median seconds of a step, and the added
+bytes: the memory peak of training, minus the memory of the process before the model was made.
 """
 
 from __future__ import annotations

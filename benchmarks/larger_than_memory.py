@@ -6,7 +6,7 @@ The benchmark also kills the training process and resumes the training from its 
 in a separate process, in a memory cgroup with the limit `--limit`. The limit does not include the memory of imported
 modules (torch, transformers, memascend). For this, the parent process imports these modules, and each forked process
 copies the parent's pages before it enters its cgroup. The weights are three times as large as the limit, and the
-training state is 21 times as large. The benchmark needs root, because it makes cgroups.
+training state is 21 times as large as the limit. The benchmark needs root, because it makes cgroups.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The benchmark runs forward and backward of the model itself, on random values. I
 models with fewer blocks, and computes the time of all blocks from these two measurements.
 
 The benchmark also measures the update in the format of `--state`, a checksum, a copy of a gradient, and the time that
-Python code takes for each parameter. If torch computes on all cores, the plan adds these times to the computation,
-because the other work delays one of torch's threads, and torch's threads wait for each other.
+Python code takes for each parameter. If torch computes on all cores, the plan adds these times to the computation: the
+measured work delays one of torch's threads, and the other threads wait for this thread.
 """
 
 from __future__ import annotations

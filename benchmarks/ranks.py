@@ -1,8 +1,8 @@
 """Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
 The ranks are processes with the gloo backend on the CPU. For each number of ranks, they train the same model in four
-ways, which take turns: FSDP2 in memory; FSDP2 with its CPU offload; memascend that adds gradients in the order of ranks
-("ordered"); memascend that lets the backend add gradients ("native").
+ways, which take turns: FSDP2 in memory; FSDP2 with its CPU offload; memascend with `reduction="ordered"`, which adds
+gradients in the order of ranks; memascend with `reduction="native"`, which lets the backend add gradients.
 
 The tables have three figures:
 
@@ -157,8 +157,8 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
 def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Draws two bar charts over the number of ranks. Each bar has the largest value of all ranks.
 
-    One chart has the bytes of a step, and marks 1/W of the bytes of the smallest number of ranks. The other chart has
-    the memory of a rank, and marks the planned memory.
+    One chart has the bytes that a rank moves in a step. Its marks show the bytes if all ranks together moved the same
+    bytes for each number of ranks. The other chart has the memory of a rank. Its marks show the planned memory.
     """
     plt = open_pyplot()
     counts = list(found)

@@ -1,4 +1,4 @@
-"""Runs AdamW on optimizer state with 16 or 8 bits. Prepares calls that compare its speed with other AdamWs."""
+"""Runs memascend's AdamW on optimizer state with 16 or 8 bits. Prepares calls of this AdamW and of its peers."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def _own_group(controller: str) -> str:
 
 
 def _device(folder: Path) -> str:
-    """Returns the MAJOR:MINOR of the disk of a folder.
+    """Returns the MAJOR:MINOR of the whole disk that has a folder.
 
-    It is the whole disk, because the kernel does not limit partitions.
+    The kernel does not limit the I/O of single partitions.
     """
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()

@@ -21,7 +21,7 @@ import memascend
 
 
 def first_values(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Returns the function for `offload(weights=)`: from a parameter's name in peft it returns the initial values."""
+    """Returns a function for `offload(weights=)`. The function returns the initial values of the parameter `name`."""
     places = {}
     for path in folder.glob("*.safetensors"):
         file = safe_open(path, framework="pt")

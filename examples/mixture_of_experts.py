@@ -21,7 +21,7 @@ import memascend
 def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
     """Returns the tokens of a text file in rows of equal length."""
     text = file.read_text(encoding="utf-8")
-    # Encode line by line, because a tokenizer warns about a text that is longer than the longest sequence of its model.
+    # Encode line by line, because a tokenizer warns about texts that are longer than the model's longest sequence.
     lines = text.splitlines(keepends=True)
     ids = [token for part in tokenizer(lines, add_special_tokens=False)["input_ids"] for token in part]
     if len(ids) < length:

@@ -171,7 +171,7 @@ def cgroup():
     except OSError as error:
         pytest.skip(f"needs root with permission to make cgroups: {error}")
     yield group
-    # The last process may need a moment to leave the group, so the fixture tries several times to remove it.
+    # The last process may need a moment to leave the group, so the fixture tries several times to remove the group.
     for _ in range(100):
         try:
             group.rmdir()

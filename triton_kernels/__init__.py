@@ -1,4 +1,4 @@
-"""Kernels on gradients and optimizer state, for CPU (Rust) and GPU (Triton). Each makes one pass over memory.
+"""Kernels on gradients and optimizer state, for CPU (Rust) and GPU (Triton). Each kernel makes one pass over memory.
 
 Each kernel has three parts: the public wrapper and its torch reference in one file, and the Triton body in a file that
 ends in `_jit`. `routes` chooses the implementation for a device. `scalars` computes the scalars of an update. `sums`

@@ -106,7 +106,7 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """Does the update of `adamw` with plain torch operations, for devices without a kernel. The bits are the same."""
+    """Does the update of `adamw` with plain torch operations, for devices without a kernel. Has the kernels' bits."""
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)
@@ -129,8 +129,8 @@ def _formula(
     m = _fma(torch.full_like(g, s.first_weight), g - m, g if s.from_gradient else m)
     v = _fma(g * s.one_minus_beta2, g, v * s.beta2)
     # Compute the root in float64, and round the root to fp32. The result is correctly rounded, while the last bit of
-    # torch's own fp32 root on CPU is sometimes wrong. Divide by a tensor: instead of dividing by a Python number, a GPU
-    # would multiply by the reciprocal of the number, and would so round twice.
+    # torch's own fp32 root on CPU is sometimes wrong. Divide by a tensor: a GPU does not divide by a Python number, but
+    # multiplies by the number's rounded reciprocal, which would round twice.
     denominator = v.double().sqrt().float() / torch.full_like(v, s.bias2_root) + s.eps
     return p + (m * s.step_size) / denominator, m, v
 

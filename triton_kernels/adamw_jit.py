@@ -23,7 +23,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Updates one block of elements.
 
-    Only the explicit `tl.fma` calls fuse, because of `enable_fp_fusion=False` in `launch`.
+    `launch` passes `enable_fp_fusion=False`, so only the explicit `tl.fma` calls fuse a product and a sum.
     """
     # Convert to 64 bits before the multiplication, because a tensor may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

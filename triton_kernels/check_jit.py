@@ -51,8 +51,8 @@ _NAN: tl.constexpr = tl.constexpr(NAN)
 _DIGIT: tl.constexpr = tl.constexpr(DIGIT)
 _DIGIT_MASK: tl.constexpr = tl.constexpr((1 << DIGIT) - 1)
 _DIGITS: tl.constexpr = tl.constexpr(DIGITS)
-# A tile determines a new grid if the grid for its largest value would be more than this many powers of two finer than
-# the current grid.
+# A tile with small values determines a new grid if this grid is finer than the current grid by more than this number of
+# powers of two.
 _SLACK: tl.constexpr = tl.constexpr(8)
 
 
@@ -165,7 +165,7 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
-    """Rounds one row of sums to float64, ties to even. Writes the result, and whether an element was not finite."""
+    """Rounds the sum in one row to float64, ties to even. Writes it, and whether an element was not finite."""
     zero = tl.zeros((), tl.int64)
     carry = zero
     # `high` is the highest digit that is not zero, and `top` is the index of `high`. `middle` and `low` are the two
@@ -251,9 +251,9 @@ def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch
 
 
 def fold(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queues the rounding of one row of sums.
+    """Queues the rounding of the sum in one row.
 
-    Returns, on the device, whether an element was not finite, and the sum.
+    Returns two tensors on the device: whether an element was not finite, and the rounded sum.
     """
     squares = torch.empty((), dtype=torch.float64, device=sums.device)
     found = torch.empty((), dtype=torch.uint8, device=sums.device)

@@ -233,7 +233,7 @@ def _fio_peers(
 def _result(
     subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the medians of all seconds.
+    """Returns the median of each list in `seconds`, and the bytes of memory that memascend holds.
 
     For each peer, the seconds of a round are also divided by the update's seconds in this round. The result has the
     medians of these ratios.

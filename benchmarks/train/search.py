@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["least", "most"]
 
-# `least` tries this number of sizes. Each size is twice the previous size. If none works, `least` returns None.
+# `least` tries at most this number of sizes. Each size is twice the previous size. If none works, `least` returns None.
 _DOUBLINGS_MAX = 6
 
 

@@ -64,9 +64,10 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
 def _fewest(
     bench: Bench, trial: Workload, system: str, name: str, first: int, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns `others`, and the smallest number of buffers `name` with which DeepSpeed makes two steps.
+    """Returns the settings `others`, and `name`: the smallest number of buffers with which DeepSpeed makes two steps.
 
-    If a setting in `others` is `_BUFFERS_MAX`, it is only for the trials, and the result does not have it.
+    If no trial succeeds, returns the answer of the last trial, which has "error". If a setting in `others` is
+    `_BUFFERS_MAX`, it is only for the trials, and the result does not have it.
     """
     answer: dict[str, Any] = {"error": "no number of buffers was tried"}
     for count in range(first, _BUFFERS_MAX + 1):

@@ -311,9 +311,9 @@ class Layout:
 def ignore_captures() -> bool:
     """Makes CUDA calls of this thread safe while other threads capture CUDA graphs.
 
-    In CUDA's default mode, a capture in another thread fails if this thread queries whether a copy has ended. Returns
-    False if the mode of this thread could not be changed. The mode cannot be changed before the process has loaded the
-    CUDA driver, but then no thread captures a graph.
+    In CUDA's default capture mode, a capture in another thread fails if this thread queries whether a copy has ended.
+    This function changes the capture mode of this thread. It returns False if the mode could not be changed, for
+    example because the process has not loaded the CUDA driver; without the driver, no thread captures a graph.
     """
 
 def is_file_memory(address: int) -> bool:
@@ -330,17 +330,18 @@ def limits() -> dict[str, Any]:
 
     The dict has "available" and the limit that determines it ("limited_by"); "cgroup_limit" and "cgroup" (both None
     if no cgroup limits the memory); "memlock_soft" and "memlock_hard" (None: unlimited); "page" and "huge_page", the
-    sizes of such pages ("huge_page" is None if huge pages are switched off).
+    sizes of a page and of a huge page ("huge_page" is None if huge pages are switched off).
     """
 
 def regions() -> list[dict[str, Any]]:
     """Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Makes the C library serve large allocations by mmap from now on, and fills the holes of its heap.
+    """Makes the C library serve large allocations by mmap from now on.
 
-    With `MEMASCEND_MALLOC=system` in the environment, the function does not change the heap. If the environment sets
-    glibc's own variables, the function only returns free heap memory to the system.
+    The function also occupies the holes of the C library's heap, and returns free heap memory to the system. With
+    `MEMASCEND_MALLOC=system` in the environment, the function does nothing. If the environment sets glibc's own
+    variables, the function only returns free heap memory to the system.
     """
 
 def begin_heap_backward() -> None:
@@ -389,8 +390,8 @@ class Volume:
 
         Raises:
             StorageError: a device failed to flush. Every later flush fails, too, because the system has dropped data
-                that it could not write. A write that failed after its ticket was dropped also raises a StorageError,
-                once.
+                that it could not write. `flush` also raises a StorageError, once, if a write failed after its ticket
+                was dropped.
             TimeoutExpired: the flush did not end in time; it continues.
         """
 
@@ -526,10 +527,10 @@ class Store:
         self, records: Sequence[_Described], units: Sequence[str], optimizer: str, chunk_elements: int
     ) -> str | None: ...
     def go_back(self) -> None:
-        """Drops the newest commit for good, if the store was opened with "previous"."""
+        """Drops the newest commit for good, if the store was opened with `existing="previous"`."""
 
     def info(self) -> dict[str, Any]:
-        """Returns identity, last commit and sizes in bytes.
+        """Returns the store's identity, last commit and sizes in bytes.
 
         The dict has "uuid", "generation", "step", "optimizer", "units", "devices" and more.
 
@@ -599,14 +600,14 @@ class Store:
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
         """Writes each record in RAM whose newest values and state are not yet on storage.
 
-        If the store has a gradient log, the log has only the gradients of these records. The writes become a part of
-        the last committed step. Afterwards the log is empty.
+        The writes become a part of the last committed step. Afterwards the gradient log is empty, because it had the
+        gradients of these records only.
         """
 
     def give_up(self) -> None:
         """Gives up state that only memory has, if there is such state.
 
-        Afterwards nothing can be committed. The store counts as not closed, and the next opening reports that.
+        Afterwards nothing can be committed. The store counts as unclosed, and the next opening reports this.
         """
 
     def ram_tier_unit(self, unit: str) -> torch.Tensor | None:
@@ -648,7 +649,7 @@ class Store:
     def digest(self) -> int:
         """Returns a digest of the staged bytes and deferred updates of the records that `compare` selected.
 
-        Two stores of the same records have the same digest if the bytes and updates that it covers are equal.
+        Two stores of the same records have the same digest if these bytes and updates are equal.
         """
 
     def end(self) -> None:
@@ -906,7 +907,9 @@ class Engine:
         """
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Reads the spilled gradient into a tensor of its shape and dtype, after the record's queued jobs.
+        """Waits for the record's queued jobs, then reads the spilled gradient into `into`.
+
+        `into` has the shape and dtype of the gradient.
 
         Raises:
             UsageError: no gradient of the record is spilled.
@@ -977,7 +980,7 @@ class Engine:
     def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
         """Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work.
 
-        `into` is a contiguous uint8 CPU tensor that has the bytes of `Sizes.unit_bytes` and begins at a page boundary.
+        `into` is a contiguous uint8 CPU tensor of `Sizes.unit_bytes` bytes that begins at a page boundary.
         Each record begins at its "unit_offset". The tensor stays alive until the fetch has ended; do not use the tensor
         before. The fetch applies updates that the last commit deferred (`defer`) to the values in `into`; with
         `settle`, it also writes these updates to storage.
@@ -1015,9 +1018,10 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drops queued jobs, waits for running jobs, and drops the staged step; with `name`, only for this record.
+        """Drops queued jobs, waits for running jobs, and drops the staged step.
 
-        After a failure, only `discard()` without `name` makes the engine accept jobs again.
+        With `name`, it does so only for jobs and changes of that record. After a failure, only `discard()` without
+        `name` makes the engine accept jobs again.
         """
 
     def take_back(self, name: str) -> None:

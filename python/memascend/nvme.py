@@ -7,7 +7,7 @@
         volume.flush()                          # the bytes survive a loss of power
 
 Sizes and offsets are in bytes, times in seconds. The memory of a transfer belongs to the transfer until its ticket is
-done: do not change a tensor during a write, do not use a tensor during a read, and do not resize its storage.
+done: during a write do not change the tensor, during a read do not use the tensor, and never resize its storage.
 
 Errors: `ConfigError` for a wrong argument or a range past the end of the volume; nothing was done. `StorageError` if a
 device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired` if a

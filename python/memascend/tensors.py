@@ -63,7 +63,7 @@ _UNITS = 1 << 298
 
 
 def total(squares: Iterable[Squares]) -> Squares:
-    """Sums `squares`: exactly if all are ints, else as a float, after adding the floats in the given order."""
+    """Sums `squares`: exactly if all are ints. Otherwise adds the floats in order, and returns a float."""
     whole, rest, exact = 0, 0.0, True
     for one in squares:
         if isinstance(one, int):

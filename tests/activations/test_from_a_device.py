@@ -180,4 +180,4 @@ def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(activation_memory.memory, "ChunkRing", scarce)
     assert written(tmp_path) > BLOCKS * NBYTES * STEPS // 2
-    assert "further checkpointed activations go to storage: there is no more" in caplog.text
+    assert "checkpointed activations that do not fit in host memory go to storage: there is no more" in caplog.text

@@ -87,9 +87,9 @@ def test_shapes_add_up_to_the_published_size(model):
 def test_a_reservation_by_hand():
     embedding, block, head = (1_000_000,), (300_000, 50_000), (1_000_000,)
     result = reserve([embedding, block, block, block, head], window=2)
-    # The windows are embedding + block (1,350,000), block + block, and block + head. The three tensors of 50,000 bytes
-    # are under the threshold of 100,000 elements, so ZeRO-Infinity keeps all three tensors in
-    # memory. ZeRO-Infinity swaps at most two other tensors at once.
+    # The windows are embedding + block (1,350,000), block + block, and block + head. ZeRO-Infinity keeps tensors of
+    # fewer than 100,000 elements in memory, here the three tensors of 50,000 bytes. It swaps at most two other tensors
+    # at once.
     assert result.needed == 1_350_000
     assert result.reserved["one size"] == 2 * 1_000_000 + 3 * 50_000
     assert result.reserved["one size, rounded"] == 2**21 + 3 * 50_000

@@ -464,7 +464,10 @@ def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
 
 
 def killed_at_random_moments(folder, kills):
-    """Kills child processes that save, and verifies the checkpoint after each kill. It forks, so run it alone."""
+    """Kills child processes that save, and verifies the checkpoint after each kill.
+
+    This function forks, so call it by `elsewhere`, in a new interpreter.
+    """
 
     def save(begun):
         model, optimizer = made()

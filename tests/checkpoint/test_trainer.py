@@ -39,7 +39,7 @@ class EndsWithin(TrainerCallback):
 
 
 def built(seed=0):
-    """Returns a bfloat16 model with dropout, and its optimizer. An inexact resume would change the next step's loss."""
+    """Returns a bfloat16 model with dropout, and its optimizer. With dropout, losses depend on the random numbers."""
     model = trained_program.model(seed).bfloat16()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -209,8 +209,8 @@ def adapted():
     return peft.get_peft_model(built()[0], peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
 
-# Maps a kind to a function that makes the model, the Trainer's options for the data, and the name of the weights file
-# in a checkpoint.
+# Maps a kind to three items: a function that makes the model; the Trainer's options for the data; the name of the
+# weights file in a checkpoint.
 KINDS = {
     "plain": (Plain, {"data": vectors(64), "collate": transformers.default_data_collator}, "model.safetensors"),
     "adapters": (adapted, {}, "adapter_model.safetensors"),

@@ -1,7 +1,7 @@
 """Tests that computing by layer gives the same losses, logs and weights as computing one micro-batch after the other.
 
 By layer, each unit computes all micro-batches before the next unit begins. If a Trainer has code that was not tested by
-layer, memascend computes its micro-batches one after the other.
+layer, memascend computes the Trainer's micro-batches one after the other.
 """
 
 import functools
@@ -124,8 +124,8 @@ CHANGES = {
     "attention": lambda trainer: setattr(trainer.model.config, "_attn_implementation", "own"),
 }
 transformers.AttentionInterface.register("own", sdpa_attention_forward)
-# Maps a case to the Trainer's class, a function that makes the model, and the logged reason why micro-batches are
-# computed one after the other. The reason is None if micro-batches are computed by layer.
+# Maps a case to three items: the Trainer's class; a function that makes the model; the logged reason why micro-batches
+# are computed one after the other, or None if micro-batches are computed by layer.
 CASES = {
     "plain": (Trainer, qwen2, None),
     "checkpointed": (Trainer, qwen2, None),
@@ -237,7 +237,7 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)
         # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other,
-        # the bytes read depend on the units that are prefetched for the next step, so the test does not compare them.
+        # prefetching for the next step changes the number of bytes read, so the test does not compare this number.
         assert found[2] < plain[2] or why is not None
 
 
@@ -251,8 +251,8 @@ def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a
     assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
     plain = trained(tmp_path, "plain", layers=False)
     require_same(found, plain)
-    # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other, the
-    # bytes read depend on the units that are prefetched for the next step, so the test does not compare them.
+    # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other,
+    # prefetching for the next step changes the number of bytes read, so the test does not compare this number.
     assert found[2] < plain[2] or not fits
 
 
@@ -262,7 +262,7 @@ def test_longer_micro_batches_need_more_room(on_a_gpu):
     assert not room.lacks([{"input_ids": batch}] * 100)
     step = room.measured(lambda inputs: model(inputs["input_ids"]), model := torch.nn.Linear(3, 3))
     step({"input_ids": batch})
-    # When the second micro-batch begins, `step` reads the peak of the first micro-batch.
+    # When the second micro-batch begins, `step` reads the peak memory of the first micro-batch.
     step({"input_ids": batch})
     # The first micro-batch needs 100 bytes, and each later micro-batch needs 30 bytes. Nine tenths of the 1,100
     # allocatable bytes have room for 30 micro-batches, which need 970 bytes.

@@ -83,7 +83,7 @@ def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys)
 
 
 class Bar(transformers.TrainerCallback):
-    """A callback with a progress bar, as transformers' ProgressCallback has."""
+    """A callback with a progress bar, in the attribute where transformers' ProgressCallback has its bar."""
 
     def __init__(self):
         self.said = []

@@ -111,9 +111,10 @@ def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, st
 
 
 def trained(folder, *ends, options=dict, **fixed):
-    """Trains in several runs, of which each resumes the previous run; returns the digest and the log.
+    """Trains in several runs; returns the digest and the log.
 
-    For each step in `ends`, one run stops at that step. A last run completes the training.
+    For each step in `ends`, one run stops at that step, and the next run resumes there. The last run completes the
+    training.
     """
     log = folder / "log"
     for number, end in enumerate((*ends, None)):

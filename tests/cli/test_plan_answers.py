@@ -96,9 +96,8 @@ def test_micro_batches_are_reckoned_both_ways(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
-    # The disk bounds these steps. If four micro-batches are computed by layer, they move as many bytes as one
-    # micro-batch. If they are computed one after the other, they move more bytes, and updates wait until the gradients
-    # are summed.
+    # The disk bounds these steps. By layer, four micro-batches move as many bytes as one micro-batch. One after the
+    # other, four micro-batches move more bytes, and updates wait until the gradients are summed.
     assert four["plan"] == one["plan"]
     assert four["step"]["seconds_per_step"] == pytest.approx(one["step"]["seconds_per_step"])
     assert four["step"]["tokens_per_second"] == pytest.approx(4 * one["step"]["tokens_per_second"])

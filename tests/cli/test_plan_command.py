@@ -87,8 +87,7 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
             held = optimizer.report().to_dict()["host"]["peak"]
             assert held <= plan["host_peak"]
             # The queue of the smallest plan has room for the largest gradient. `spare` is the additional room in the
-            # queue of this plan. Timing decides how many gradients wait in the queue, so the run may leave this
-            # additional room empty.
+            # queue of `plan`. Timing decides how many gradients wait in the queue, so the run may not need `spare`.
             spare = plan["host"]["gradients"] - plans[smallest]["host"]["gradients"]
             assert held >= 0.94 * plan["host_peak"] - spare
             if budget == smallest:

@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def example(folder, name, *replaced):
-    """Writes an example into `folder`. The replaced texts make the example log each step and run without a GPU."""
+    """Writes an example into `folder`. `replaced` changes the example: it logs each step, and runs without a GPU."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for old, new in replaced:
         assert old in text

@@ -143,7 +143,7 @@ def untied_by_the_files(folder):
 
 
 def with_buffers(folder):
-    # Unlike Llama, GPT-2 has position embeddings, mask buffers and biases. Its parameters also have other names.
+    # Unlike Llama, GPT-2 has position embeddings, mask buffers and biases. The two models name parameters differently.
     saved(transformers.GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64), folder)
 
 
@@ -278,7 +278,7 @@ def large_and_quantized(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "make"), [("sft", large), ("dpo", large), ("sft", large_and_quantized)])
 def test_a_model_larger_than_the_cgroups_memory_trains(tmp_path, cgroup, kind, make):
-    # The model's files are larger than the cgroup's limit. The kernel would kill a process that loaded the whole files.
+    # The model's files are larger than the cgroup's limit. The kernel would kill a process that loaded all values.
     assert make(tmp_path / "model") > 1.5 * LIMIT
     (tmp_path / "run").mkdir()
     first = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)

@@ -45,7 +45,7 @@ class Killed(transformers.TrainerCallback):
 def trained(kind, folder, killed, options):
     """Returns a Trainer of transformers if `kind` is "plain", and TRL's SFTTrainer if `kind` is "supervised"."""
     if kind == "plain":
-        # The model has no dropout, because each rank would draw different random numbers.
+        # The model has no dropout, because each rank would draw different random numbers for dropout.
         return made(folder / "out", killed, data=rows(48), own=model(attention_dropout=0.0), **options)
     from clients.test_train_killed import SHARED, supervised, texts
 

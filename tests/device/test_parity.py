@@ -102,7 +102,7 @@ def reference(case, device):
 def offloaded(case, device, gradients, folder, ram_tier=None):
     """Runs the case offloaded. Begins with budgets that are too small, then uses the budgets that the errors name.
 
-    If `ram_tier` is given, its options keep all state in RAM.
+    `ram_tier` has options that keep all state in RAM. None: the run keeps no state in RAM.
     """
     budgets = {"host_memory": 1, "device_memory": 1, **(ram_tier or {})}
     options = {"storage": folder / "run.store", "existing": "replace", "gradients": gradients, "device": device}
@@ -164,7 +164,7 @@ def cases():
 def held():
     """Yields each case once, with all state in RAM.
 
-    The mode of gradients and the durability depend on the case's name, so that the cases together test all of them.
+    The mode of gradients and the durability depend on the case's name, so that all modes and durabilities are tested.
     """
     for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())

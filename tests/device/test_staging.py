@@ -203,7 +203,7 @@ def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, there):
         assert torch.equal(found, gradient)
         assert torch.equal(store.read("first.0")[0], given - gradient)
         lent.apply("first.0", update, step=2, gradient=gradient.to(there.torch_device), values=given)
-        with pytest.raises(UsageError, match="not those of its last commit"):
+        with pytest.raises(UsageError, match="not those of the last commit"):
             lent.commit(2)
 
 

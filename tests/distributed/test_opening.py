@@ -51,7 +51,8 @@ def chosen(shards, each):
 @pytest.mark.parametrize(
     ("shards", "each", "number", "lost"),
     [
-        # Rank 1's store was filled from another store, but was not verified. So its commit has the number 0.
+        # Rank 1's store was filled from another store, but was not verified. So the commit of rank 1's store has number
+        # 0.
         (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
         # The ranks 2 and 3, which are the second replica, took no part in the last step.
         (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),

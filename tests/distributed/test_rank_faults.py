@@ -318,7 +318,7 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
-    """A rank that is killed before it has verified its refilled store refills the store again.
+    """If a rank is killed before it has verified its refilled store, the rank refills the store again.
 
     The store's commit has no number until the store is verified.
     """

@@ -51,8 +51,7 @@ def train_all(folder, cases, kind="plain", mean=False):
 def require_same(folder, dtype, options, rounds, kind, *, mean):
     """Trains on this rank; requires the losses, values and norms of training in one process.
 
-    If `mean` is true, the loop does not divide the loss by the number of micro-batches. Only FSDP2 divides the
-    gradients, by the number of ranks.
+    If `mean` is true, the loop does not divide the loss. FSDP2 divides the gradients by the number of ranks.
     """
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
@@ -546,8 +545,8 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
 def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
     """The first of `counts` is the number of ranks that begin the run.
 
-    Each later item of `counts` is the number of ranks of an attempt to resume the run, which fails at `point`. In the
-    end, `last` ranks resume the run, and must have the same bits as one process.
+    Each later item of `counts` is a number of ranks that resume the run and fail at `point`. In the end, `last` ranks
+    resume the run, and must have the same bits as one process.
     """
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     first, *others = counts

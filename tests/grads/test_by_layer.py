@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: the bytes that a step moves, errors, and fallbacks to other ways.
+"""Tests micro-batches by layer: the bytes that a step moves, errors, and steps that run micro-batches in turn.
 
 The results must have the same bits as micro-batches that run one after the other.
 """

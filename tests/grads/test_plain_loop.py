@@ -199,7 +199,7 @@ def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, 
 
 
 class Drawn(torch.utils.data.IterableDataset):
-    """A data set of 12 examples. If `says` is true, it reports the wrong length 4. Otherwise it has no length."""
+    """A data set of 12 examples. With `says`, the data set reports the wrong length 4. Otherwise it has no length."""
 
     def __init__(self, *, says):
         super().__init__()

@@ -127,7 +127,10 @@ def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
 
 
 def logs(parameters, limit):
-    """Takes norms as logging code does (by tensor, list, dtype, dimension), then clips; returns the norms."""
+    """Computes norms as logging code does: of tensors, lists and dimensions. Then clips the gradients.
+
+    Returns the norms.
+    """
     found = []
     for parameter in parameters:
         gradient = parameter.grad

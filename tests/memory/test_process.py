@@ -136,7 +136,7 @@ def test_the_report_is_what_the_process_grew_by(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
     owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
     objects = run["report"]["beside"]["Python objects"]
-    # offload() moves the model's values out of the process. The growth includes the bytes of these values.
+    # offload() moves the model's values out of the process, so `grown` adds the bytes of these values.
     grown = run["trained"]["RssAnon"] - run["made"]["RssAnon"] + run["model_bytes"]
     beside = OWNERLESS_BYTES + HEAP_BYTES + run["parameters"] * PAGE_BYTES
     # A resumed run may reuse the memory of the first run's objects. The lower bound therefore counts no objects.

@@ -272,7 +272,7 @@ def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
 
 
 class Odd(torch.nn.Module):
-    """Two layers and a parameter `odd`. The absolute sum of `odd` scales the input of the second layer."""
+    """Two layers and a parameter `odd`. The sum of `odd.abs()` scales the input of the second layer."""
 
     def __init__(self, odd, *, trained):
         super().__init__()

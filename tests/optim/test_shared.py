@@ -363,8 +363,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
         require_equal(plain, theirs, model, ours)
 
 
-# --- state that is a tensor of a subclass, like quantised state: a store has its parts, and rebuilds it bit for bit
-# ----
+# --- state in a tensor subclass, like quantised state: a store has the parts, and rebuilds the tensor exactly -------
 
 
 class Quantised(torch.Tensor):

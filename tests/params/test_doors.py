@@ -102,7 +102,7 @@ def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(trainin
 @pytest.mark.parametrize("budget", [None, "64MiB"])
 @pytest.mark.parametrize("door", ["edit", "load", "step"])
 def test_a_graph_from_before_a_change_is_refused(training, budget, door):
-    """Training in memory also rejects this: a backward fails if a tensor that its graph saved was written to."""
+    """A backward fails after a write to a tensor that its graph saved, as in training in memory."""
     model, offloaded = training(units=2, host_memory=budget, steps=0 if door == "step" else 1)
     loss = model(batch()).square().mean()
     if door == "edit":

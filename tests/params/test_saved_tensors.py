@@ -123,7 +123,7 @@ def test_a_unit_that_is_read_again_within_a_recomputation_is_no_part_of_it(tmp_p
 
 
 class Changed(nn.Module):
-    """Changes the input of `second` in place after autograd saved it."""
+    """Changes the input of `second` in place after autograd saved this input."""
 
     def __init__(self):
         super().__init__()

@@ -27,9 +27,8 @@ KEPT = ("ssd", "ram")
 # The host memory of the budget "large". For every model of these tests, this memory is enough to keep the whole state
 # in RAM.
 LARGE = "1GiB"
-# The largest number of budgets that a case may try. The first step may need more memory than the plan predicts: first
-# for segments of a checkpoint, and then for views. Each time, the first step raises a BudgetError that names a larger
-# budget.
+# The largest number of budgets that a case may try. The plan cannot predict the memory for segments of a checkpoint or
+# for views. If the first step needs more memory for them, it raises a BudgetError that names a larger budget.
 BUDGETS_MAX = 4
 
 
@@ -195,7 +194,10 @@ def reference(case, threads):
 
 @contextlib.contextmanager
 def committed(model, optimizer):
-    """Requires that the run kept its host budget. Materializes the weights in the `with` block; then closes the run."""
+    """Requires that the run stayed within its budget.
+
+    Materializes the weights for the `with` block; then closes the run.
+    """
     host = optimizer.report().to_dict()["host"]
     assert host["peak"] <= host["budget"], host
     with memascend.materialized(model):

@@ -44,7 +44,9 @@ DOORS = ("materialized", "replaced", "edit", "load_state_dict")
 
 
 class Machine(RuleBasedStateMachine):
-    """The offloaded run, its twin, and a record of the calls since the last step, from which rules predict errors.
+    """The offloaded run, its twin, and a record of the calls since the last step.
+
+    The rules predict errors from the record.
 
     Attributes:
         waits: the option `gradients` of all processes of a run. None: each process draws a mode other than "fused".
@@ -126,8 +128,8 @@ class Machine(RuleBasedStateMachine):
         self.died = when
         # With durability="none", the first commit of a process marks the store as unclosed.
         self.is_unclosed = self.life.durability == "none" and FUSE.commits > 0
-        # After a commit of the run, the twin still has to commit. `_note_commit` then sets `remains`, see [Note:
-        # kills].
+        # If the kill follows a commit, the twin has not made this commit yet. `_note_commit` sets `remains` later, see
+        # [Note: kills].
         self.remains = None if when == "after" else self.plain.committed
 
     def _note_commit(self):
@@ -167,7 +169,10 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _is_partial(self):
-        """True if "fused" updates wait for more backwards. Changing p.grad then would delay them until step()."""
+        """True if "fused" updates wait for more backwards.
+
+        A change of p.grad would delay these updates until step().
+        """
         return self.mode == "fused" and self._declared > 1 and not self._taken
 
     @property
@@ -176,7 +181,10 @@ class Machine(RuleBasedStateMachine):
         return [p for p in self.model.parameters() if p.grad is not None and type(p.grad) is not torch.Tensor]
 
     def _forget_gradients(self, *, noticed=True):
-        """Records that all gradients were removed. `noticed`: the library need not read p.grad to detect this."""
+        """Records that all gradients were removed.
+
+        `noticed`: the library knows of the removal without reading p.grad.
+        """
         self.backwards = 0
         # `fresh`: there are gradients that no step() has used. `staged`: the library has taken gradients, so a step is
         # staged. A tensor that the user puts into p.grad stages no step.
@@ -211,7 +219,10 @@ class Machine(RuleBasedStateMachine):
         self._forget_gradients()
 
     def _mixes(self):
-        """True if a step is staged, so that save() and edits raise. Removed gradients drop the step instead."""
+        """True if a step is staged, so that save() and edits must raise.
+
+        If all gradients were removed, no step is staged.
+        """
         if self.staged and not self._present:
             self._forget_gradients()
         return self.staged

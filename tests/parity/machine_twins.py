@@ -84,7 +84,7 @@ SCHEDULERS = {
 
 
 def one_or_list(members):
-    """Returns the argument for offload(): the list of optimizers `members`, or its only optimizer without a list."""
+    """Returns the argument for offload(): the list `members`, or the optimizer itself if `members` has only one."""
     return members if len(members) > 1 else members[0]
 
 

@@ -229,7 +229,7 @@ def one_after_the_other(optimizer, loss_of, batches, scale):
 
 
 def accumulates(run, *, overflows=None, says=lambda _: ()):
-    """Trains with `COUNTS` micro-batches per step. Records the losses of each step, and then `says(optimizer)`."""
+    """Trains with `COUNTS` micro-batches per step. Records each step's losses, and the values of `says(optimizer)`."""
     taken = 0
     for count in COUNTS:
         batches = range(taken, taken + count)

@@ -16,7 +16,10 @@ LLAMA = {**TEXT, **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 2, "max
 
 @contextlib.contextmanager
 def old_names():
-    """Ignores warnings of transformers that version 6 will remove a name. Every version 5 has these names."""
+    """Ignores the warnings that transformers 6 will remove some names.
+
+    All releases of transformers 5 have these names.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

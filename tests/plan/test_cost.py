@@ -255,8 +255,8 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
 def test_a_device_is_beside_the_update_and_behind_a_link():
     host = Host(update=6.0, check=0.1 / GB, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
-    # Pinned units stay on the device, and resident units are copied to the device only once. Gradients use the other
-    # direction of the link.
+    # Pinned units stay on the device, and resident units are copied to the device only once. Gradients leave the
+    # device, and the link moves bytes in both directions at once.
     assert forward.parts["PCIe"] == pytest.approx(8 / 2)
     assert last.parts["PCIe"] == pytest.approx((8 + 4096 / GB) / 2)
     assert last.parts["update"] == pytest.approx(6 + 0.1 * 94)

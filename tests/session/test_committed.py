@@ -1,4 +1,4 @@
-"""Tests what a commit contains, which later changes close() commits, and steps that fail or are interrupted."""
+"""Tests the content of a commit, later changes that close() commits, and steps that fail or are interrupted."""
 
 import ast
 import functools

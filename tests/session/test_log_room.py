@@ -164,7 +164,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
 
 @pytest.mark.root
 def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
-    """On a full file system, the run has no second places for gradients, so the run makes all updates at once.
+    """On a full file system, the run has no second places for gradients, so the run defers no update.
 
     After the file `filler` is removed, the run defers updates.
     """

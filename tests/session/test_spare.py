@@ -148,7 +148,7 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
 
 
 def test_runs_look_one_after_the_other():
-    """`Turn.wait` waits until the run whose turn it is calls `Turn.end`, or until the timeout has passed."""
+    """`Turn.wait` returns once the run that has the turn calls `Turn.end`, or after the timeout."""
     first, second, third = Turn(), Turn(), Turn()
     first.wait(1)
     waiting = threading.Thread(target=second.wait, args=(60,))

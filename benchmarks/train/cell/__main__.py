@@ -28,8 +28,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
     - `workload`, `system`, `storage`, `warm` and `steps`;
     - `settings`, which override the settings of the system;
-    - `until`: the `time.time()` at which the cell must have answered, or None;
-    - `cgroup`: the folder of the memory cgroup that has only this process, or None.
+    - `until`: the `time.time()` at which the cell must have answered, or None for no time limit;
+    - `cgroup`: the folder of the memory cgroup that has only this process, or None if there is no such cgroup.
     """
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]

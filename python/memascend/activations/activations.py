@@ -1,10 +1,10 @@
 """Offloads checkpointed activations; restores them bit-exactly.
 
 `Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With `activations="ssd"`
-there are few chunks, and their content moves to an unlinked file. With `activations="host"`, if a device computes, the
-plan allows more chunks. Only activations that do not fit into these chunks move to the file. A backward uses saved
-tensors in the opposite order of the forward: the tensors that were saved last are still in chunks, and the other
-tensors are read before the backward needs them.
+there are few chunks, and their content moves to an unlinked file. With `activations="host"` on a device there may be
+more chunks, and only activations that do not fit into the chunks move to the file. A backward uses saved tensors in the
+opposite order of the forward: the tensors that were saved last are still in chunks, and the other tensors are read
+before the backward needs them.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Activations:
     def __init__(self, folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> None:
         """Allocates the first chunks.
 
-        `device` has the activations; None if the host computes. Saved activations wait in host memory, and in unlinked
-        files in `folders`. In addition to the first chunks, up to `groups` groups of `ACTIVATION_GROUP` chunks may be
-        allocated. With 0, all activations go to files.
+        `device` has the activations; None if the host computes. In addition to the first chunks, at most `groups`
+        groups of `ACTIVATION_GROUP` chunks are allocated later. Activations that do not fit into the chunks go to
+        unlinked files in `folders`.
         """
         ((self._chunk_bytes, count),) = decision.ACTIVATION_CHUNKS.items()
         scratch = Scratch(folders, self._chunk_bytes)
@@ -235,7 +235,7 @@ class Activations:
 
 
 def _is_checkpoint(caller: FrameType) -> bool:
-    """True if a tensor that autograd saves in this frame is an input of a checkpoint, reentrant or not."""
+    """True if the tensor that autograd saves in frame `caller` is an input of a checkpoint, reentrant or not."""
     frame: FrameType | None = caller
     # Frames are compared by their file, because before Python 3.12 a comprehension has its own frame in the same file.
     # For a reentrant checkpoint, autograd saves in a frame of torch.autograd.Function, which the checkpoint called.

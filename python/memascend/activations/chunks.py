@@ -126,7 +126,7 @@ class Piece:
         self.place, self.checksum = place, checksum
 
     def enter(self, chunk: ActivationChunk) -> None:
-        """Records the chunk that has the piece, or into which it is being read."""
+        """Records the chunk that has the piece, or into which the piece is being read."""
         assert self.chunk is None, "a piece is in one chunk"
         self.chunk = chunk
 
@@ -310,7 +310,7 @@ class Chunks:
                 self._take(self._more.pop())
             except MemoryLimitError as error:
                 self._more.clear()
-                _log.warning("further checkpointed activations go to storage: %s", error)
+                _log.warning("checkpointed activations that do not fit in host memory go to storage: %s", error)
         if self._free:
             return self._free.pop()
         self.write_ahead()
@@ -417,7 +417,7 @@ class Chunks:
                 raise CorruptionError(
                     f"a checkpointed activation changed on storage: {piece.nbytes} bytes at {place.offset} of "
                     f"{path} have the checksum {found}, not {piece.checksum}. No step was committed with these bytes: "
-                    "check the drive, and start the run again from the store",
+                    "check the drive, start a new process, and call offload() with existing='resume'",
                     path=path,
                     offset=place.offset,
                     nbytes=piece.nbytes,

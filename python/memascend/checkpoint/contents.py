@@ -199,7 +199,7 @@ class StoreContents:
         )
 
     def read(self, put: Put, wanted: Callable[[str], bool] = lambda _: True) -> None:
-        """Reads all records for whose names `wanted` returns True. Passes their elements to `put`."""
+        """Reads each record if `wanted(name)` returns True, and passes the record's elements to `put`."""
         stored = [record for record in self._stored if wanted(record["name"])]
         # Scan consecutive row-major records together.
         for row_major, run in itertools.groupby(stored, lambda record: record["order"] is None):

@@ -76,8 +76,8 @@ _RENAME_EXCHANGE = 2
 def new_folder(target: Path) -> Iterator[Path]:
     """Makes a new folder beside the target. At the end of the block, removes the new folder and its contents.
 
-    First removes a folder that a killed process has left there. If the save succeeds, `replace_folder()` moves the new
-    folder to the target before the block ends, so that nothing is removed.
+    If a killed process left such a folder, first removes that folder. If the save succeeds, `replace_folder()` moves
+    the new folder to the target before the block ends, so that nothing is removed.
     """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
@@ -91,9 +91,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Prevents other processes from saving to a folder, by a lock on a file beside the folder.
+    """Locks a file beside a folder, so that other processes cannot save to the folder.
 
-    Removes this file at the end of the block.
+    Removes the locked file at the end of the block.
 
     A killed process does not remove the file, but the kernel releases the lock.
 

@@ -186,7 +186,7 @@ class _Walk:
         return made
 
     def _last(self, name: str) -> torch.nn.Module:
-        """Returns the module after whose initialisation a parameter's values are final.
+        """Returns the module whose initialisation is the last that may write to a parameter.
 
         A parent module may write to parameters of its children. So the result is the outermost module that contains the
         parameter and is at most as large as the largest unit.
@@ -271,8 +271,8 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
     for name, parameter in named.items():
         if parameter.is_meta and weakref.getweakrefs(parameter):
             raise ConfigError(
-                f"{name} is on meta, and a weak reference to it exists. offload() replaces the parameter's memory, and "
-                "a weak reference would not follow. Call offload() before the code that makes the reference"
+                f"{name} is on meta and has a weak reference, so offload() cannot give values to this parameter. Call "
+                "offload() before the code that makes the weak reference"
             )
         used: Any = parameter
         if parameter.is_meta and (parameter.grad is not None or used._use_count() > 1):  # noqa: SLF001
@@ -283,7 +283,7 @@ def require_plain(named: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Moves a parameter on meta to the CPU, with `values`. Module and optimizer keep the same parameter object."""
+    """Gives `values` to a parameter on meta. Module and optimizer keep the same parameter object."""
     # Use `.data` to get a separate version counter: other parameters may share the memory of `values`.
     other = torch.nn.Parameter(values.data, requires_grad=parameter.requires_grad)
     other.__class__ = parameter.__class__
@@ -452,8 +452,8 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = {place.name: place for place in persistent_buffers(model)}
-        # Name -> checksum of the committed values. A version counter is not enough, because some codebooks write
-        # through `.data`, which does not change the version counter.
+        # Name -> checksum of the committed values. A version counter would miss changes, because some models write to
+        # buffers through `.data`, which does not change the version counter.
         self._seen: dict[str, str] = {}
         # Name -> checksum of the staged values; "" if `_always` is true.
         self._staged: dict[str, str] = {}

@@ -43,7 +43,7 @@ class _Mxfp4Tensor:
     exponents: WeightTensor  # uint8, (experts, rows, groups)
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns the dtype and the shape. The parameter in transformers is the transpose of the stored matrices."""
+        """Returns the dtype and the shape of the parameter, whose matrices are the stored matrices transposed."""
         experts, rows, groups, width = self.blocks.described()[1]
         return dtype or _DTYPE, (experts, 2 * groups * width, rows)
 

@@ -78,7 +78,7 @@ def state_key(name: str, of: str) -> str:
 def render_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Returns the bytes of the manifest's file.
 
-    Equal manifests give equal bytes. So a reader renders the manifest again, and detects a change of any byte.
+    Equal manifests give equal bytes. So a reader can render the manifest again, and compare all bytes with the file.
     """
     content = {name: value for name, value in manifest.items() if name != "checksum"}
     checksum = checksum_of(torch.frombuffer(bytearray(json.dumps(content, sort_keys=True).encode()), dtype=torch.uint8))
@@ -116,7 +116,7 @@ class Checkpoint:
                 )
 
     def verify(self, rank: int = 0, count: int = 1) -> None:
-        """Reads every byte and compares the checksums with the manifest. `count` ranks divide the work among them.
+        """Compares the checksums of all files with the manifest. Each of `count` ranks reads a part of the bytes.
 
         Raises:
             CorruptionError: a checksum differs. The message names the file and the tensor.
@@ -297,7 +297,7 @@ class CheckpointValues:
         if len(manifest["groups"]) != len(groups):
             raise ConfigError(
                 f"the checkpoint {where} has {len(manifest['groups'])} parameter groups, but the optimizer has "
-                f"{len(groups)}. Make the optimizer with the same parameter groups as before"
+                f"{len(groups)}. Make the optimizer with the parameter groups with which the checkpoint was saved"
             )
         whole = {name: self.partition.whole(name, parameter) for name, parameter in self.subject.named.items()}
         buffers = {name: self.subject.buffers.tensor(name) for name in self.subject.buffers.names}
@@ -363,12 +363,12 @@ class CheckpointValues:
         return plain_tensors(self.subject.arithmetic.of(self.subject.named[name]).describe())
 
     def _order_of(self, name: str) -> list[int] | None:
-        """Returns the order of dimensions in which the checkpoint's blocks divide a parameter; None for row-major."""
+        """Returns the order of a parameter's dimensions that the checkpoint's blocks follow; None for row-major."""
         orders: dict[str, list[int]] = self.checkpoint.manifest.get("orders", {})
         return orders.get(saved_name(name))
 
     def _own_order(self, name: str) -> list[int] | None:
-        """Returns the order of dimensions in which this run's blocks divide a parameter; None for row-major.
+        """Returns the order of a parameter's dimensions that this run's blocks follow; None for row-major.
 
         If this run does not divide the parameter's state into blocks, returns the checkpoint's order.
         """
@@ -444,6 +444,7 @@ def _user_state(manifest: Mapping[str, Any], layout: Layout) -> Any:
         return states[layout.rank]
     warn(
         f"{len(states)} ranks wrote this checkpoint, but {layout.size} ranks start from it. So every rank gets the "
-        "user_state of rank 0, and the user_state of all other ranks is not used"
+        "user_state of rank 0, and the user_state of all other ranks is not used. To give each rank its own "
+        f"user_state, start {len(states)} ranks"
     )
     return manifest["user_state"]

@@ -221,7 +221,7 @@ class WeightFunction:
         return True
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Calls the user's function, and checks the tensor that it returns.
+        """Calls the user's function, and checks the returned tensor.
 
         Raises:
             ConfigError: the function did not return a dense tensor that has the shape and dtype of `like`.
@@ -429,7 +429,7 @@ class WeightFiles:
     def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a tensor by its name in the files.
 
-        The tensor is a view of the mapped file, unless converted or quantised.
+        The tensor is a view of the mapped file, unless the tensor is converted or quantised.
         """
         return self._where[key].values(dtype)
 
@@ -468,7 +468,8 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
         return _indexed(path) if path.name.endswith(".index.json") else [(path, None)]
     if not path.is_dir():
         raise ConfigError(
-            f"weights={str(path)!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}"
+            f"weights={str(path)!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}. Pass a "
+            "safetensors file, or a folder of such files with their index"
         )
     if (path / _INDEX).is_file():
         return _indexed(path / _INDEX)

@@ -161,7 +161,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         _tell(commits, seconds)
         for copy in damaged:
             print(f"{copy}; the other copy is undamaged, and the next training step repairs the damaged copy")
-    # The other copy is undamaged, so no data is lost. But the drive may be failing, so the exit code is 1.
+    # A damaged copy has an undamaged copy, so no data is lost. But the drive may be failing, so the exit code is 1.
     return 0 if commits[0].whole and not damaged else 1
 
 

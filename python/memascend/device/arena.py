@@ -157,7 +157,7 @@ class DeviceArena:
             self._take_back(wait=left)
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """Records that the caller's current stream computes with a lease; returns True if the stream is new to it.
+        """Records that the caller's current stream computes with a lease; returns True at the stream's first call.
 
         See [Note: reuse of slots].
         """

@@ -62,7 +62,7 @@ def failures_named(device: Device) -> Iterator[None]:
 
 
 class Copy:
-    """An event that marks the end of work on a stream: of a copy, or of all work that was queued before the event.
+    """An event on a stream. It marks the end of a copy, or of all work that was queued before the event.
 
     After the event, the source of a copy may be written, and its target may be read. `wait` puts the thread to sleep. A
     spinning wait would take a processor from threads that compute.
@@ -99,7 +99,7 @@ class Device:
         self._outward = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Returns a uint8 tensor of `nbytes` on the device that begins on a page. May raise OutOfMemoryError."""
+        """Returns a page-aligned uint8 tensor of `nbytes` on the device. May raise OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:

@@ -135,7 +135,7 @@ class Staging:
         self._waiting: deque[_UnitUpload] = deque()
         self._closing = False
         self._broken: BaseException | None = None
-        # By the address of a lease: the last copy of the unit in the lease.
+        # The last copy of each uploaded unit, by the address of the unit's lease.
         self._arrived: dict[int, Copy] = {}
         self.wait_seconds = 0.0
         self._thread = threading.Thread(target=self._serve, name="memascend-staging", daemon=True)
@@ -237,7 +237,7 @@ class Staging:
                     self._changed.wait()
 
     def _recycle(self, *, wait: bool) -> None:
-        """Frees chunks that the device has copied, in the order of the copies; `wait`: waits for the first copy."""
+        """Frees the chunks whose copies have ended, in their order. With `wait`, waits for the first copy."""
         while self._copying:
             chunk, copy = self._copying[0]
             if not copy.done():

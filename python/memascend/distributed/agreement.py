@@ -119,7 +119,7 @@ class Agreement:
             )
 
     def beside_others(self, digest: int) -> int:
-        """Returns this rank's summand of a sum that is 0 if all ranks with the same rows have equal digests.
+        """Returns this rank's summand. The sum over all ranks is 0 if ranks with the same rows have equal digests.
 
         The summands of the first replica are positive, and the summands of all other replicas are negative. The hash
         includes the shard, so that differences of several shards do not cancel each other.
@@ -129,7 +129,7 @@ class Agreement:
         return int.from_bytes(data, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
-        """Rejects a step, because ranks with the same rows computed different values. Their stores would differ."""
+        """Rejects a step, because ranks with the same rows computed different values."""
         digests, shards = self.exchange.all_gather("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards

@@ -104,8 +104,9 @@ class Collectives:
             f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}. If "
             "the shapes are equal, FSDP2 mixes the two up without an error, so the losses and gradients of this step "
             "are wrong. In-memory training has the same problem. Call zero_grad(), and let every rank compute every "
-            "module (call an expert that no token reaches with an empty input). Or shard experts together with the "
-            "modules around them, and call model.set_reduce_scatter_unused_params(True) if your version of torch has it"
+            "module (if no token reaches an expert, call the expert with an empty input). Or shard experts together "
+            "with the modules around them, and call model.set_reduce_scatter_unused_params(True) if your version of "
+            "torch has it"
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:

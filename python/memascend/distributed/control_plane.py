@@ -31,8 +31,8 @@ DISCARDED = "the step is discarded on all ranks: call zero_grad() on each rank, 
 _TEXT_CHARACTERS_MAX = 600
 # Seconds between two checks for Ctrl-C while this rank waits for other ranks.
 _INTERRUPT_SECONDS = 0.05
-# The shortest wait for a message, in seconds. A rank waits so long even if earlier waits have used up the timeout,
-# because the message may have arrived already.
+# The shortest wait for a message, in seconds. A rank waits at least this long, even if earlier waits have used up the
+# timeout, because the message may have arrived already.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
 # This share of the timeout is reserved for whole messages. Whole messages show each rank which other rank is missing.
@@ -157,8 +157,8 @@ class Exchange:
         steps = [1 << power for power in range(self.size.bit_length())]
         below = [self.rank + step for step in steps if self.rank % (2 * step) == 0]
         self._children = [rank for rank in below if rank < self.size]
-        # The sends of words for the previous message and for this message. Sends for earlier messages are complete: a
-        # rank that answers has received all earlier words.
+        # The handles of the sends of words: for the previous message, and for this message. Sends for earlier messages
+        # are complete, because a rank that answers has received all earlier words.
         self._sending: tuple[list[Any], list[Any]] = ([], [])
         self._detail_seconds = min(timeout * _PART_DETAIL, _DETAIL_SECONDS_MAX)
         # Moves rows from each rank to the first rank.
@@ -278,7 +278,7 @@ class Exchange:
         """Leaves all groups. Ranks that still use a group notice that this rank is gone."""
         self.line.close()
         if self.broken is not None and self._group is not None:
-            # End the wait of a thread of this rank that may still wait for a word.
+            # A thread of this rank may still wait for a word: end the wait.
             self._hang_up()
         elif self._group is not None:
             self._finish_sending()
@@ -309,8 +309,8 @@ class Exchange:
             heard: dict[int, Message] = {self.rank: own}
             # The ranks that did not take part, each with the reason.
             lost: dict[int, str] = {}
-            # After Ctrl-C the thread may still run when close() has set `_group` to None. So the thread gets the group
-            # as an argument.
+            # After Ctrl-C, the thread that runs `_talk` may still run when close() has set `_group` to None. So the
+            # thread gets the group as an argument.
             _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
         except BaseException:
             self.broken = RankError(

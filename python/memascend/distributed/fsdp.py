@@ -298,7 +298,7 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
             if id(leaf) not in names or not isinstance(leaf, DTensor):
                 raise ConfigError(
                     f"a parameter of {name or 'the model'} was replaced after fully_shard(): replace the "
-                    "parameter before you call fully_shard(), or after you called offload()"
+                    "parameter before you call fully_shard()"
                 )
             if tuple(leaf.placements) not in _PLACEMENTS or len(groups) > 1:
                 raise ConfigError(
@@ -329,7 +329,8 @@ def _require_known(kept: Any, names: tuple[str, ...]) -> None:
     if missing:
         raise ConfigError(
             f"this version of memascend does not work with FSDP2 of torch {torch.__version__}, because "
-            f"{type(kept).__name__} has no {', '.join(missing)}: use a torch version that the documentation names"
+            f"{type(kept).__name__} has no {', '.join(missing)}: use a torch version that docs/limits.md "
+            "names, or a newer memascend"
         )
 
 
@@ -384,7 +385,7 @@ class RowSource:
 
         with self._alone():
             residency.units.require_open()
-            # If user code calls a module inside the model directly, the gather is the first sign of that forward.
+            # If user code calls a module inside the model directly, this gather is the first sign that a forward began.
             residency.copies.forward_begins()
             if place is None or self.is_real:
                 take(self.rows())

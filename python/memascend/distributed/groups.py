@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # the group.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
-# The smallest number of ranks. If there are two ranks, the missing rank is always at fault, so no notes are read.
+# If there are only two ranks, the missing rank is always at fault, so no notes are read.
 _PAIR = 2
 # A rank writes this value to torch's store if the rank has made the group, or is about to make it.
 _MADE = "made"

@@ -2,8 +2,8 @@
 
 [Note: One common commit] A store's two roots name the newest commits of the store. Ranks are never more than one commit
 apart (see `Agreement`), so at least one commit is in the roots of all stores. All ranks exchange the contents of their
-roots (`seen_at`). Each rank then opens its store at the newest commit that all ranks have: by "resume", or by
-"previous" if this rank's newest commit is missing on another rank.
+roots (`seen_at`). Each rank then opens its store at the newest commit that all ranks have: with
+existing="resume", or with existing="previous" if this rank's newest commit is missing on another rank.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Stores:
         return {"ranks": self.count, "run": self.seen[0]["commits"][0]["run"], "number": number}
 
     def are(self, identity: Mapping[str, Any]) -> bool:
-        """True if `identity`, a result of `named()`, is of these stores; some of the stores may have been removed."""
+        """True if `identity`, a result of `named()`, identifies these stores, even if some of them were removed."""
         if self.count == _OF_ONE:
             return self.description is not None and self.named(None) == identity
         return all(
@@ -306,8 +306,8 @@ def choose(
     if exchange.rank in lost:
         return replace(anew, existing="replace")
     own = seen[exchange.rank]["commits"][0]
-    # "resume" opens the newest commit, and "previous" opens the commit before the newest. The two roots may name the
-    # same commit after a close.
+    # "resume" opens the newest commit, and "previous" opens the commit before the newest. After a close, both roots may
+    # name one commit, which is then the newest.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
     return replace(anew, existing="resume" if newest else "previous")
 

@@ -48,7 +48,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     except RuntimeError as error:
         raise gone((), timeout, store_failed(error)) from error
     if apart:
-        raise gone(apart, timeout, "no message of theirs arrived")
+        raise gone(apart, timeout, "no message arrived")
     if answer["refused"]:
         raise ConfigError(answer["refused"])
     return f"memascend/{answer['digest']}"
@@ -112,7 +112,7 @@ class _Gathering:
 
 
 def come(store: Any, prefix: str, count: int) -> None:
-    """Records that this rank has arrived; each rank does so once, and the last one records that all have arrived."""
+    """Records that this rank has arrived. The last rank that arrives also records that all ranks have arrived."""
     if store.add(f"{prefix}/came", 1) == count:
         store.set(f"{prefix}/all", "came")
 

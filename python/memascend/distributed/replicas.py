@@ -79,7 +79,7 @@ class Refill:
         self._end(began)
 
     def _begin(self, store: Store) -> None:
-        """Exchanges descriptions of the commits that are sent, and makes the group over which they are sent."""
+        """Exchanges descriptions of the commits to send, and makes the group over which ranks send commits."""
         self._store, exchange = store, self._exchange
         sent = {
             "described": _described(store),

@@ -207,8 +207,8 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
         rank = source.missing[0]
         lacks = "holds no commit" if rank in source.seen else "cannot be reached"
         raise ConfigError(
-            f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): bring "
-            "this file back on the host of one of the ranks; nothing was changed"
+            f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): "
+            "restore this file on the host of any rank; nothing was changed"
         )
     return Earlier(folder, source, outlived, exchange, layout)
 
@@ -239,9 +239,9 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
     if existing != "resume" or filled or not any(one["commits"] for one in unfilled.seen.values()):
         return
     raise ConfigError(
-        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, and stores of other ranks do: "
-        "its first write did not finish, or this store is damaged; nothing was changed: bring this store "
-        "back, or give existing='replace' to begin a new run"
+        f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, but stores of other ranks hold "
+        "state: its first write did not finish, or this store is damaged; nothing was changed: restore this "
+        "store from a copy, or give existing='replace' to begin a new run"
     )
 
 
@@ -453,7 +453,7 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """Returns the part of a tensor for a range of rows. If state has blocks, the range must consist of whole blocks."""
+    """Returns the part of a tensor for a range of rows. For state in blocks, the range must consist of whole blocks."""
     return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 

@@ -62,8 +62,8 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, it has the
-        # stores of all dropped replicas. Each replica then continues with a different store.
+        # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, the
+        # folder has the stores of all dropped replicas. Each replica then continues with a different store.
         own = left[layout.replica if layout.replica < len(left) else 0]
     # Creates the folder if it is missing.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def _sharding(
     except ImportError as error:
         raise ConfigError(
             f"torch {torch.__version__} stores sharded parameters in another way than this version of memascend "
-            f"expects ({error}): use a torch version that the documentation names"
+            f"expects ({error}): use a torch version that docs/limits.md names, or a newer memascend"
         ) from error
 
     sharding = Sharding(model, reduction, exchange)

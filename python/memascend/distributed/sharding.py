@@ -140,7 +140,7 @@ class Sharding(RowsOfRank):
     def require_unaliased(self) -> None:
         """Rejects a model if other code holds the tensor object of some rows.
 
-        Other checks find other tensors that use the memory of the rows.
+        This method does not find other tensors that use the memory of the rows; other checks find these.
         """
         kept = held_for_good(self._sharded, lambda name: self._sharded[name].is_kept)
         if kept:

@@ -78,8 +78,8 @@ class Recorder:
     def begin(self) -> None:
         """Begins the path of the next micro-batch."""
         if len(self.paths) == 1:
-            # Take the snapshot only after the first micro-batch: during it, libraries install hooks and fill caches,
-            # which changes the model.
+            # Take the snapshot after the first micro-batch, because libraries change the model during the first
+            # micro-batch: they install hooks and fill caches.
             self._changed = self._look()
         self.paths.append(Path())
 
@@ -216,8 +216,8 @@ class CallerStream:
         if self._module is None or (made_on := self._module.current_stream(self._device)) == self._stream:
             return
         self._stream.wait_stream(made_on)
-        # The memory belongs to the stream `made_on`. The allocator must not reuse it before the caller's stream is
-        # done with `values`.
+        # The memory belongs to the stream `made_on`. The allocator must not reuse the memory before the caller's stream
+        # is done with `values`.
         values.record_stream(self._stream)
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
@@ -340,7 +340,7 @@ class Baton:
         return self._of.get(threading.get_ident())
 
     def arrive(self, units: Iterable[CachedUnit]) -> None:
-        """Waits until it is this micro-batch's turn, before each stage that begins with the use of `units`."""
+        """Records that `units` are about to be used. Before each stage, waits for the turn of this micro-batch."""
         own = self.here
         if own is None:
             return

@@ -49,9 +49,9 @@ class GradientState(Enum):
     STORED = (2, "stored")
     # The gradient is on storage. The update that uses it is staged.
     STORED_STAGED = (3, "stored staged")
-    # The gradient is on storage. Its update has begun before step(), which is right only if step() changes no gradient.
-    # `confirm()` makes the update a part of the step. All other moves discard the update. The move "drop" also drops
-    # the gradient; after any other move the gradient is still on storage.
+    # The gradient is on storage, and its update has begun before step(). The update is valid only if step() changes no
+    # gradient. `confirm()` makes the update a part of the step. All other moves discard the update. The move "drop"
+    # also drops the gradient; after any other move the gradient is still on storage.
     EARLY = (4, "stored early")
     # A staged update has used up the gradient. Only the measure is left: the squared norm, and whether all values are
     # finite.

@@ -64,7 +64,7 @@ class Gradients:
         # The gradients, by parameter name, in the order of the parameters.
         self.by_name: dict[str, Gradient] = {}
         self.backwards = Backwards(self.loop.accumulation_steps, self.begin_backward, self._note_failure)
-        # Names of parameters whose updates may be deferred to the next step: the store has the room that this needs.
+        # Names of parameters whose updates may be deferred to the next step, because the store has room to do so.
         self.deferrable: frozenset[str] = frozenset()
         # Names of parameters whose updates the last step deferred to the present step.
         self.behind: set[str] = set()
@@ -428,8 +428,8 @@ class Gradients:
                 continue
             changed = gradient.materialize()
             if gradient.name in self.ram_tier or self.defers(gradient):
-                # Replace the stored gradient, because memory is planned for one gradient of each parameter. Also, a
-                # commit that defers the update refers to the gradient on storage.
+                # Write `changed` to storage in place of the gradient: memory is planned for only one gradient of each
+                # parameter, and a commit that defers an update refers to the gradient on storage.
                 gradient.assign(changed)
                 gradient.stage(factor)
                 self.norms.measure_once(gradient, changed)

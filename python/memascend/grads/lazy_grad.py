@@ -316,14 +316,14 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
         operation.apply(gradient.materialize())
     elif gradient.numbers()[0]:
         found.fill_(1.0)
-    # The replay of this operation sets the new flag in `own`, and no code reads this flag: `found` is already set.
+    # `found` is already set. So the replay of this operation gets another flag to set, which no code reads.
     own = (torch.zeros_like(found), *operation.arguments[1:])
     _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 
 
 def _append(gradient: Gradient, operation: Operation) -> None:
-    # `changes_nothing()` waits for the GPU if an argument is on the GPU. For such an argument, call `changes_nothing()`
-    # only if the operation would otherwise be rejected. So clipping does not always wait for the GPU.
+    # If an argument is on the GPU, `changes_nothing()` waits for the GPU. Then call `changes_nothing()` only if the
+    # operation would otherwise be rejected, so that clipping does not always wait.
     if (gradient.fused or not operation.is_on_gpu) and operation.changes_nothing():
         return
     if gradient.fused:

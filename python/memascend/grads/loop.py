@@ -87,8 +87,8 @@ class Loop:
 
 
 # The maximum of `Speculation._wanted`. Once `_wanted` steps in a row have changed no gradient, updates begin early. To
-# repeat a step's updates costs about as much time as their early begin saves. So `_wanted` doubles after each step that
-# repeated its updates, and halves after each step that kept its early updates.
+# repeat the updates of a step costs about as much time as it saves to begin them early. So `_wanted` doubles after each
+# step that repeated its updates, and halves after each step that kept its early updates.
 WAIT_MAX = 256
 
 
@@ -191,7 +191,7 @@ class Backwards:
         return self._state == "failed"
 
     def enter(self, *, delivers: bool = False) -> bool:
-        """Records that a backward runs, and whether it delivers a gradient; returns True inside another backward."""
+        """Records a running backward, and if it delivers a gradient; True if it runs inside another backward."""
         number = torch._C._current_graph_task_id()  # noqa: SLF001
         if number == -1:
             return False

@@ -127,7 +127,7 @@ class PartialSums:
                 "without a graph: pass by_layer=False to accumulate()"
             )
         if shares_memory(values):
-            # The memory is shared with code that may write to it.
+            # Other code has this memory, too, and may write to it: copy the part.
             values = values.clone()
         self.stream.take(values)
         with torch.no_grad(), self.stream.entered():

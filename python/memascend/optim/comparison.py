@@ -44,7 +44,7 @@ class RunMode:
     omits: bool = False
     # A parameter without a gradient is updated with a gradient of zeros, if another parameter has a gradient.
     zeros: bool = False
-    # In the trial, the step of all parameters kept the state of several parameters in one stacked tensor. Streamed,
+    # In the trial, the step of all parameters kept the state of several parameters in one stacked tensor. In the store,
     # each parameter has its own state.
     stacks: bool = False
     # Attributes that each update writes before it reads them. Their values between steps have no meaning, so a trial

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memascend.optim.state import StateLayout
     from memascend.storage import Chunk
 
-    # Called with the changes that a run made to shared values.
+    # A function that gets the changes that a run made to shared values.
     Ended = Callable[[dict[SharedName, Any]], None]
 
 

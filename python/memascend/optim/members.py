@@ -76,7 +76,7 @@ def is_owners(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Rejects a store or checkpoint of other optimizers.
+    """Rejects a store or checkpoint that was made with other optimizers.
 
     `where` names the store or checkpoint. `stored` is empty if the stored run had a single optimizer.
     """
@@ -195,7 +195,8 @@ def _unwrapped(optimizer: Any) -> Any:
     more = _more_than_steps(optimizer)
     if more is not None:
         raise ConfigError(
-            f"{more}: call offload() with the unwrapped model and optimizer, and pass its results to {call}"
+            f"{more}, but offload() would unwrap this optimizer: call offload() with the unwrapped model and "
+            f"optimizer, and pass its results to {call}"
         )
     return getattr(optimizer, attribute)
 

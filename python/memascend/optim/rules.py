@@ -46,7 +46,8 @@ class _Rule:
     draws: bool = field(init=False, default=False)
     # The layout of the state if updates need the whole parameter at once; else None.
     whole: StateLayout | None = field(init=False, default=None)
-    # Whether updates need the parameter's values: "resident" in memory, or "read" from storage. The plan uses this.
+    # How updates get the parameter's values: "resident" in memory, or "read" from storage; "never" if updates do not
+    # need the values.
     needs_values: Literal["resident", "read", "never"] = field(init=False, default="never")
     # True if only the engine's own arithmetic updates the parameter, so that updates can be replayed from gradients.
     is_replayed: bool = field(init=False, default=False)
@@ -402,7 +403,7 @@ class Arithmetic:
 
     @property
     def update_values(self) -> Literal["resident", "read", "never"]:
-        """The largest `needs_values` of all rules, in the order "read", "resident", "never"."""
+        """Combines the rules' `needs_values`: "read" if any rule has "read"; else "resident" if any has "resident"."""
         needs = {rule.needs_values for rule in self.rules.values()}
         return "read" if "read" in needs else "resident" if "resident" in needs else "never"
 

@@ -102,7 +102,7 @@ def named(optimizer: torch.optim.Optimizer) -> str:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's attributes, without groups, state, hooks and methods that schedulers replaced."""
+    """Returns the optimizer's attributes, without groups, state, hooks, and the methods that schedulers replaced."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -232,7 +232,7 @@ class SharedValues:
         return SharedValues(attributes, groups)
 
     def changes(self, after: SharedValues) -> dict[SharedName, Any]:
-        """Returns the values of `after` that differ from this object's; `GONE` for a removed value."""
+        """Returns the values of `after` that are new or changed; a removed value is `GONE`."""
         found = {SharedName(None, name): value for name, value in _changed(self.attributes, after.attributes).items()}
         for number, (before, group) in enumerate(zip(self.groups, after.groups, strict=True)):
             found |= {SharedName(number, name): value for name, value in _changed(before, group).items()}
@@ -395,7 +395,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_as_many(groups: Sequence[dict[str, Any]], stored: list[dict[str, Any]] | None) -> None:
-    """Rejects stored options if they are for another number of groups."""
+    """Rejects stored options if the number of stored groups differs from the number of groups."""
     if stored is None or len(stored) != len(groups):
         names = ", ".join(f"group {number}: {len(group['params'])}" for number, group in enumerate(groups))
         raise ConfigError(
@@ -418,7 +418,7 @@ def take_options(
 ) -> list[dict[str, Any]]:
     """Sets the stored options on the groups; returns the groups' own options, which `undo` restores.
 
-    Warns about options that differ, except for those that the optimizer's own steps or its schedulers change.
+    Warns about options that differ, except options that the optimizer's own steps or its schedulers change.
     """
     require_as_many(groups, stored)
     assert stored is not None

@@ -36,8 +36,8 @@ _log = logging.getLogger("memascend")
 _STEPS = 7
 # The number of steps of a trial with a parameter of true size, which may be large.
 _TRUE_STEPS = 2
-# The dimensions of a small trial parameter. All differ, so that the size of a state tensor's dimension shows from which
-# dimension of the parameter it comes.
+# The sizes of a small trial parameter's dimensions. All sizes differ, so that each size in the shape of a state tensor
+# identifies a dimension of the parameter.
 _SMALL_DIMS = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
@@ -63,8 +63,8 @@ class StateTrials:
     def layout(self, group: int, parameter: torch.Tensor) -> StateLayout:
         """Returns the layout of the state of `parameter` in group number `group`. The parameter may be on "meta".
 
-        The layout also has existing state that a step would not make, like Adam's maximum after amsgrad was switched
-        off.
+        The layout also has existing state that a step would not make, such as Adam's `max_exp_avg_sq` after amsgrad was
+        switched off.
         """
         optimizer = self._optimizer
         dtype = arithmetic_dtype(parameter.dtype, self._master_dtype)

@@ -30,7 +30,7 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
     """
     for name in ("param_groups", "state"):
         if hasattr(getattr(type(optimizer), name, None), "__set__"):
-            raise _reach_refused(optimizer, f"its {name} are those of another optimizer")
+            raise _reach_refused(optimizer, f"its attribute {name!r} belongs to another optimizer")
     held = [(f"its attribute {name!r}", value) for name, value in attributes_of(optimizer).items()]
     for group in optimizer.param_groups:
         held += [(f"the option {name!r} of a group", value) for name, value in group.items() if name != "params"]

@@ -282,9 +282,9 @@ class CachedUnits:
 
     def look_ahead(self) -> None:
         """Begins to fetch the next units into memory that is free now."""
-        # Beyond the lookahead, up to `_FARTHER` more units are fetched. For these units, no unit is evicted that this
-        # step still needs. For example, only embeddings and LM heads have slots of their size, so these slots can be
-        # filled early, while the drive is idle.
+        # Beyond the lookahead, up to `_FARTHER` more units are fetched, but only into free slots or slots of units that
+        # this step no longer needs. For example, only embeddings and LM heads have slots of their size, so these slots
+        # can be filled early, while the drive is idle.
         near = self._limits.lookahead
         with self._lock:
             if self.closed or len(self._ram_tier) == len(self.all):

@@ -244,7 +244,7 @@ class Frames:
         return bool(stack) and _is_running(stack[0].caller)
 
     def unwind(self, *, all_of_it: bool = False) -> None:
-        """Ends modules that an interrupt left open; `all_of_it`: also modules that this thread is still computing."""
+        """Ends modules that an interrupt left open; with `all_of_it`, also modules that this thread is computing."""
         if all_of_it or not self.inside:
             self._end(self.stack)
             if works_for_another():

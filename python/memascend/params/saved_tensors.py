@@ -1,4 +1,4 @@
-"""Packs the tensors that autograd saves. Instead of a tensor in a unit, autograd gets a `Note`, which describes it.
+"""Packs the tensors that autograd saves. Instead of a tensor in a unit, autograd gets a `Note`.
 
 [Note: saved tensors] A saved weight must not keep its unit's memory. So autograd saves a `Note` (unit, version, offset)
 instead of the tensor, and unpacking the note reads the unit again. A tensor outside of units is passed to `Activations`

@@ -36,7 +36,7 @@ class Settling:
 
     def __init__(self) -> None:
         self.way: Way = "backward"
-        # How many steps deferred updates.
+        # The number of steps that have deferred updates.
         self.steps = 0
         # The time at which the last step was committed, and whether that step deferred updates.
         self._last = 0.0

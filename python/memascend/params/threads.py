@@ -68,7 +68,7 @@ def _compilers() -> set[threading.Thread]:
 
 
 def _is_helper(thread: threading.Thread) -> bool:
-    """True if code of `_HELPERS`, or code in C++ or Rust, started a thread. Autograd's threads are an example."""
+    """True if code of `_HELPERS`, or code in C++ or Rust (such as autograd), started `thread`."""
     if isinstance(thread, threading._DummyThread):  # noqa: SLF001
         return True
     module = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__

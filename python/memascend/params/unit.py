@@ -197,9 +197,10 @@ class CachedUnit:
             self.holders.pop(holder, None)
 
     def materialize(self, holder: int, *, guarded: bool) -> None:
-        """Gives the parameters their values, for a thread.
+        """Gives the parameters their values, for the thread `holder`.
 
-        `guarded`: the parameters keep their placeholder class, so that each use checks whether its thread is a holder.
+        With `guarded`, the parameters keep their placeholder class, so that each use checks whether its thread is a
+        holder.
         """
         # The holder is counted before any parameter is materialized; see [Note: interrupts].
         if self._views is None:

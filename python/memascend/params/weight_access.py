@@ -339,9 +339,9 @@ class WeightCopies:
             held = self._views_of(names)
         if held:
             raise UsageError(
-                f"{', '.join(sorted(held))} is about to change, and your code holds a view of it, which would keep "
-                "the old values: .data, detach(), a slice, numpy(), or a graph that saved such a view. Delete the view "
-                "before step(), or keep a copy instead: p.detach().clone()"
+                f"{', '.join(sorted(held))} is about to change, but your code holds a view of it (.data, "
+                "detach(), a slice, numpy(), or a graph that saved such a view), and the view would keep the old "
+                "values. Delete the view before step(), or keep a copy instead: p.detach().clone()"
             )
 
     def _views_of(self, names: Collection[str]) -> set[str]:
@@ -381,7 +381,7 @@ class WeightCopies:
     # --- commits and the end --------------------------------------------------------------
 
     def age(self, names: Collection[str]) -> None:
-        """Retires the copies of weights that a commit has changed; `of` makes new copies."""
+        """Makes `of` return new copies of the weights `names`, which a commit has changed."""
         units = self._residency.units
         with self._residency.lock:
             for key in [key for key in self._now if key[0] in names]:

@@ -157,7 +157,7 @@ def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Pha
 
 
 def fastest(found: Mapping[Way, Sequence[Phase]]) -> Way:
-    """Returns the fastest way. Returns "early" only if there is no other way, since it is invalid with clipping."""
+    """Returns the fastest way; "early" only if there is no other way, since "early" is invalid with clipping."""
     return min(found, key=lambda way: (way == "early", seconds(found[way])))
 
 
@@ -232,7 +232,7 @@ class _Step:
         return [*parts, *self._at_step()]
 
     def early(self) -> list[Phase]:
-        """Returns the phases if each update runs as soon as its gradient is complete. Gradients are also stored."""
+        """Returns the phases if each update runs as soon as its gradient is complete. Gradients are stored, too."""
         last, others = self._divided
         parts = [self._forward("forward")]
         if others:
@@ -244,7 +244,7 @@ class _Step:
 
     @property
     def _rounds(self) -> int:
-        """How many times the micro-batches of a step read the units: once if each unit computes all micro-batches."""
+        """How often a step reads all units: once if it computes by layer, else once for each micro-batch."""
         return 1 if self._work.by_layer else self._work.backwards
 
     @property
@@ -357,10 +357,9 @@ def _beside(phase: Phase, network: float) -> Phase:
 
 
 def through_link(plan: Plan) -> tuple[int, int, int]:
-    """Returns three numbers of bytes over the link between host and device.
+    """Returns the bytes over the link between host and device, as three numbers.
 
-    The numbers are for values to the device in a forward, values to the device in a backward, gradients from the
-    device.
+    They are: values to the device in a forward, values to the device in a backward, and gradients from the device.
     """
     moving = [unit for unit in plan.units if not unit.pinned]
     into = sum(unit.nbytes for unit in moving)

@@ -168,7 +168,7 @@ def decided(facts: Facts) -> Decision:
         )
     plan = _planned(facts, _requirements(facts, sizes))
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:
-        # This is an error only with `log_steps=`. Without `log_steps=`, the log is as long as the free space allows.
+        # This is an error only with `log_steps=`. Without `log_steps=`, the run uses a shorter log or no log.
         fits = f"log_steps={plan.log_steps} fits" if plan.log_steps else "not one step fits (pass log_steps=0)"
         raise ConfigError(
             f"the disk has too little free space for a gradient log of {options.log_steps} steps: {fits}; free disk "

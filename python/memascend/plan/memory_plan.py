@@ -42,7 +42,9 @@ def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
     contents = {tuple(sorted(window)) for window in windows}
     sizes = sorted({size for content in contents for size in content})
     if sizes and sizes[0] < 1:
-        raise ConfigError(f"host_memory= must be at least 1 byte, not {sizes[0]}")
+        raise ConfigError(
+            f"a unit must have at least 1 byte, not {sizes[0]}: remove parameters without elements from the model"
+        )
     # best[count] is the cheapest choice of classes for the `count` smallest sizes. It has three numbers: the bytes of
     # all slots, the number of sizes that use a smaller class than the largest class, and the number of slots of the
     # largest class.
@@ -378,7 +380,7 @@ class MemoryPlanner:
             if count <= 0 or not self._saved(members, slots, slots + count):
                 continue
             wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})
-            # `room` ignores the alignment of slots, which may take a further percent: remove slots until all fit.
+            # `room` ignores the alignment of slots, which may take 1 % more memory: remove slots until all slots fit.
             while budget is not None and wider.units_peak > budget and count > 0:
                 count -= 1
                 wider = self._with_classes(split, {**split.classes, bound: classes[bound] + count})

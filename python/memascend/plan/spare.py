@@ -30,7 +30,7 @@ CONTEXT = 700 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a machine in bytes. If a cgroup limits this process, the memory of the cgroup."""
+    """The memory, in bytes, of a machine, or of the cgroup that limits this process."""
 
     total: int
     available: int  # bytes that no process uses
@@ -83,7 +83,7 @@ class Spare:
         return max(0, left) // _GIB * _GIB
 
     def fits(self, budget: int) -> bool:
-        """True if this machine has enough free memory for `budget`, which an earlier process used."""
+        """True if this machine has enough free memory for `budget`, the budget of an earlier process."""
         machine = self.machine or HostMemory.here()
         return budget + IMPORTS + self.taken + (self.torch_bytes or 0) <= machine.available // self.processes
 

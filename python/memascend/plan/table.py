@@ -95,7 +95,8 @@ def with_log(written: Mapping[str, int], logged: tuple[int, int, int], steps: in
 # If the window is smaller than this number of units, a unit may be evicted before its update is done.
 RESIDENT_WINDOW = 2
 # Bytes of Python and torch objects for each parameter: module hooks, placeholder, record, index of the store, gradient
-# and autograd's nodes. These objects took 5 to 9.5 KiB after three steps of Qwen2 models with 24 and 48 blocks.
+# and autograd's nodes. After three steps of Qwen2 models with 24 and 48 blocks, the objects of a parameter took 5 to
+# 9.5 KiB.
 OBJECT_BYTES = 10 << 10
 
 
@@ -245,7 +246,7 @@ class Plan(MemorySplit):
         """Returns a budget that works for a model that uses more units at once than planned.
 
         The returned budget has memory for all units. If the present budget already has memory for all units, the user's
-        code must be keeping other slots in use, so the returned budget is `nbytes` larger than the present budget.
+        code keeps other slots in use. The returned budget is then `nbytes` larger than the present budget.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes

@@ -138,7 +138,7 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
 
 
 def _refuse_placed(model: torch.nn.Module) -> None:
-    """Rejects a model whose weights accelerate offloaded.
+    """Rejects a model whose weights were offloaded by the library accelerate.
 
     Such weights look like parameters on meta, so `offload()` would initialise them again and lose their values.
     """

@@ -297,7 +297,7 @@ def _require_own_memory(named: Mapping[str, torch.Tensor], model: torch.nn.Modul
     if pair is not None:
         raise UsageError(
             f"{pair[0]!r} and {pair[1]!r} were made to share memory within materialized(), but storage keeps each of "
-            "them separately; nothing was changed: assign clones to .data"
+            "them separately; nothing was changed: assign a clone() to .data of one of the two"
         )
     foreign = find_foreign(named)
     if foreign:

@@ -159,8 +159,8 @@ def offload(  # noqa: PLR0913 - options are keywords
         timeout: seconds that the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
 
     Returns:
-        The model, and a `memascend.OffloadedOptimizer`. It shares the `param_groups` of the given optimizer. For
-        several given optimizers, it has the groups of all of them in order.
+        The model, and a `memascend.OffloadedOptimizer`. The returned optimizer shares the `param_groups` of the given
+        optimizer. For several given optimizers, it has the groups of all of them in order.
 
     Raises:
         ConfigError: an option, the model, the optimizer or the existing store does not fit; nothing was changed.
@@ -200,9 +200,9 @@ def offload(  # noqa: PLR0913 - options are keywords
     _log.info("host_memory: %s%s; %s", bytes_shown(offloaded.plan.budget), why, moves(offloaded.plan))
     if subject.streamed:
         _log.info(
-            "%d parameters of %s are not kept in RAM by any budget, because no step of this run is durable: if an "
-            "optimizer that is not torch's own failed in an update, the only copy of a parameter would be damaged. To "
-            'keep these parameters in RAM, pass storage= and durability="step"',
+            "%d parameters of %s are never kept in RAM, because no step of this run is durable: an optimizer that is "
+            "not torch's own may fail within an update, which would damage the only copy of a parameter. To keep these "
+            'parameters in RAM, pass storage= and durability="step"',
             len(subject.streamed),
             " and ".join(sorted(set(subject.streamed.values()))),
         )

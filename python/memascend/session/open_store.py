@@ -187,8 +187,8 @@ def _require_whole(store: Store) -> None:
             )
         raise ConfigError(
             f"the store at {info['devices'][0]} belongs to rank {info['rank']} of {info['ranks']}, but this run has "
-            "only one process. Pass the folder that has the stores of all ranks, from which one process can resume, "
-            f"or start {info['ranks']} ranks. Nothing was changed"
+            "only one process. Pass the folder that has the stores of all ranks as storage=, since one process can "
+            f"resume from it, or start {info['ranks']} ranks. Nothing was changed"
         )
 
 

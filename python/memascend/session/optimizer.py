@@ -220,7 +220,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:
-        """Provides `train()` and `eval()` if an original has them, as schedule-free optimizers do."""
+        """Provides `train()` and `eval()` if an original optimizer has them, as schedule-free optimizers do."""
         if name in MODES and any(callable(getattr(type(one), name, None)) for one in vars(self).get("members", ())):
             return functools.partial(switch_mode, self._session.edits, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

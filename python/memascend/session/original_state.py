@@ -102,6 +102,6 @@ def _refuse_state_dict(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer.state, StoredState):
         raise UsageError(
             "this optimizer was given to offload(), and its state is on storage: call state_dict(), load_state_dict() "
-            "or save() of the optimizer that offload() returned. To load a state dict into this optimizer, do it "
+            "or save() of the optimizer that offload() returned. Load a state dict into this optimizer only "
             "before offload()"
         )

@@ -39,8 +39,8 @@ CLOSED = (
 class Resources:
     """The store, threads and memory of a run, which `close` releases.
 
-    `Resources` must not refer to the model or the optimizer. The optimizer's finalizer refers to `Resources`, so
-    it would keep the model and the optimizer alive.
+    `Resources` must not refer to the model or the optimizer. Otherwise the optimizer's finalizer, which refers to
+    `Resources`, would keep the model and the optimizer alive.
     """
 
     store: Store

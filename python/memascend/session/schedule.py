@@ -103,8 +103,8 @@ class Schedule:
             _require_scheduler(scheduler, number)
             if not all(id(group) in own for group in scheduler.optimizer.param_groups):
                 raise ConfigError(
-                    f"{_title(scheduler)} sets the options of another optimizer: make it from the optimizer that "
-                    "offload() returned, or from the optimizer that you passed to offload()"
+                    f"{_title(scheduler)} sets the options of another optimizer: make the scheduler from the "
+                    "optimizer that offload() returned, or from the optimizer that you passed to offload()"
                 )
         if len(set(map(id, schedulers))) != len(schedulers):
             raise ConfigError("the same scheduler was passed to schedule() twice: pass each scheduler once")
@@ -147,7 +147,9 @@ class Schedule:
         """Returns the schedulers' entry of the last commit; rejects an entry that memascend never writes."""
         stored: dict[str, Any] | None = (self._store.hyperparameters or {}).get("schedule")
         if stored is not None and not _is_schedule(stored):
-            raise foreign_contents_error(self._store.info()["devices"][0], f"the schedulers of step {self._store.step}")
+            raise foreign_contents_error(
+                self._store.info()["devices"][0], f"the schedulers of step {self._store.step} have a wrong form"
+            )
         return stored
 
     def _kept_groups(self) -> list[dict[str, Any]]:
@@ -360,7 +362,7 @@ def _require_scheduler(scheduler: Any, number: int) -> None:
     if not all(hasattr(scheduler, name) for name in ("optimizer", "step", "state_dict", "load_state_dict")):
         raise ConfigError(
             f"schedule() takes schedulers like those of torch.optim.lr_scheduler, but argument {number} is of type "
-            f"{kind}"
+            f"{kind}: pass each scheduler as an argument of its own, and nothing else"
         )
     if not steps_alone(scheduler):
         raise ConfigError(
@@ -409,8 +411,8 @@ def _entries(scheduler: Any) -> dict[str, Any]:
         pairs = [list(pair) for pair in value.items()] if isinstance(value, dict) and not storable(value) else value
         if not storable(pairs):
             raise ConfigError(
-                f"{path!r} in the state of {_title(scheduler)} is {value!r:.80}, which a commit cannot hold: its "
-                "state_dict() may contain only numbers, texts, lists and dicts"
+                f"{path!r} in the state of {_title(scheduler)} is {value!r:.80}, which a commit cannot hold: let "
+                "the scheduler's state_dict() return only numbers, texts, lists and dicts"
             )
         found[path] = plain(pairs)
     return found
@@ -439,7 +441,7 @@ def _lambdas(scheduler: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
-    """Converts entries to the types of a scheduler's present entries, and loads them. Keeps entries that are equal."""
+    """Loads entries into a scheduler, each converted to the type of the present entry. Skips entries that are equal."""
     state, now = copied(scheduler.state_dict(), deep=True), _entries(scheduler)
     for path, value in entries.items():
         if path not in now or not same(value, now[path]):

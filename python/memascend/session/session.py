@@ -67,7 +67,7 @@ class Session:
     measurements: Measurements
     accumulation: Accumulation
     max_grad_norm: float | None
-    # The option of `offload()`.
+    # The option `nonfinite` of `offload()`.
     nonfinite: Literal["raise", "skip", "commit"]
     # Bytes of the model's values. 0 if no values are streamed: then the C library's heap is left as it is.
     heap_bytes: int
@@ -305,7 +305,7 @@ class Session:
         )
 
     def _norm(self, present: Present) -> Callable[[], float]:
-        """Returns a function that computes the norm of this step's gradients, before `factor` was applied.
+        """Returns a function that computes the norm of this step's gradients.
 
         The function uses the sums of squares that the updates computed, and reads no gradient. With several ranks, it
         may be called only after the next message of `figures`, which adds the sums of all ranks.

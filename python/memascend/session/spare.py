@@ -49,8 +49,8 @@ class Turn:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             _log.warning(
-                "no lock for host_memory='auto', so runs that start at the same time may plan with the same free "
-                "memory: %s",
+                "no lock for host_memory='auto' (%s), so runs that start at the same time may plan with the same free "
+                "memory: give each run a size of its own as host_memory=",
                 error,
             )
             return
@@ -66,7 +66,7 @@ class Turn:
         os.close(descriptor)
         _log.warning(
             "another run holds the lock on %s, so this run continues without it: both runs may plan with the same "
-            "free memory",
+            "free memory. To prevent this, give each run a size of its own as host_memory=",
             folder,
         )
 

@@ -45,7 +45,7 @@ def adapter(
     whole: bool,
     before: Callable[[], None] | None = None,
 ) -> Callable[[Any, Any, Sequence[Any], int, int, bool], None]:
-    """Returns a callback for the extension. It wraps the engine's memory in a `Chunk`, and calls `function` with it.
+    """Returns a callback for the extension. The callback calls `function` with a `Chunk` in the engine's memory.
 
     `record` is an item of `Store.records`. The callback first calls `before()`, and then reads the gradient.
     """
@@ -167,8 +167,8 @@ class Engine(_core.Engine):
         """Queues the first values and state of a record; returns when the queue has room for them.
 
         The tensors are on the CPU, contiguous in the record's order of dimensions. The engine refers to the tensors
-        until they are written; the tensors must not change before. A missing state tensor is filled with zeros, or with
-        the values if it is a float32 "master" of the record's shape.
+        until they are written; do not change the tensors meanwhile. A missing state tensor is filled with zeros, or
+        with the values if it is a float32 "master" of the record's shape.
 
         State that the record's format stores in fewer bits may be given in float32. A float32 "master" then replaces
         "rest". If the rounded master differs from `values`, the job fails when the master is written. Moments are

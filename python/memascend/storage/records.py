@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Lent(NamedTuple):
-    """A gradient in memory that the extension cannot read, and a function that copies its parts to host memory."""
+    """A gradient that the extension cannot read, and a function that copies parts of the gradient to host memory."""
 
     tensor: torch.Tensor  # the gradient, on any device, without gaps in the stored order of its parameter's dimensions
     # The engine's thread calls `window` with (first byte, number of bytes). `window` returns (address, first byte,
@@ -65,8 +65,8 @@ def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order
 # The largest number of bytes of a chunk's state. One I/O request moves this number of bytes; slightly more bytes would
 # need a second, small request. Disks are slower with small requests.
 _REQUEST_BYTES = 1 << 20
-# The largest number of elements of a chunk. With it, an engine's staging chunks stay within 16 MiB if gradients are
-# 16-bit.
+# The largest number of elements of a chunk. With chunks of this size, the staging chunks of an engine take at most
+# 16 MiB if gradients are 16-bit.
 CHUNK_ELEMENTS = 98_304
 # The number of elements of a chunk is a multiple of this number.
 _CHUNK_GRAIN = 2_048
@@ -194,7 +194,7 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not tensor.permute(order).is_contiguous():
-        raise ConfigError("the tensor has gaps or overlaps itself; make a contiguous copy")
+        raise ConfigError("the tensor has gaps or overlaps itself: pass tensor.contiguous()")
     return order
 
 

@@ -165,12 +165,13 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
         if kept.get("left_out"):
-            _log.info("the store has no room for the oldest %d lines of the log history", kept["left_out"])
+            _log.info("the oldest %d lines of the log history are lost: the store has no room", kept["left_out"])
     elif metadata.step:
         raise ConfigError(
             f"the store or the checkpoint has {metadata.step} steps that were trained without "
-            "memascend.trainer.offload(), so the position in the data is not known. Start from the weights alone, or "
-            "continue the training with memascend.offload() and Callback()"
+            "memascend.trainer.offload(), so the position in the data is not known. To start a new training "
+            "from the weights alone, load them into the model, and pass another storage= and no checkpoint=. To "
+            "continue the training, use memascend.offload() and Callback()"
         )
     callback = OffloadCallback(resume)
     callback.attach(optimizer)
@@ -213,7 +214,10 @@ class OffloadCallback(Callback):
         pass
 
     def on_optimizer_step(self, *given: Any, **others: Any) -> None:
-        """Tells accelerate if `nonfinite="skip"` dropped this step. Then the Trainer does not advance the scheduler."""
+        """Tells accelerate whether `nonfinite="skip"` dropped this step.
+
+        If the step was dropped, the Trainer does not advance the scheduler.
+        """
         super().on_optimizer_step(*given, **others)
         assert self._session is not None
         if self._session.nonfinite == "skip":

@@ -60,8 +60,7 @@ def _is_known(code: Any) -> bool:
             code = code.func
             continue
         if isinstance(code, types.FunctionType):
-            # Do not use `__module__`: functools.wraps() copies it from the wrapped function. `__globals__` belong to
-            # the wrapper itself.
+            # Use `__globals__`, because functools.wraps() copies `__module__` from the wrapped function to the wrapper.
             module = code.__globals__.get("__name__", "")
         else:
             module = (code if isinstance(code, type | types.BuiltinFunctionType) else type(code)).__module__ or ""
@@ -72,7 +71,7 @@ def _is_known(code: Any) -> bool:
 
 
 def _in_methods(trainer: Any) -> Iterator[str]:
-    """Yields the reasons in the Trainer's methods why a step cannot be computed by layer."""
+    """Yields each reason why the Trainer's methods prevent a step by layer."""
     kinds = type(trainer).__mro__[:-1]
     for name in ("training_step", "compute_loss"):
         method = getattr(type(trainer), name)
@@ -91,7 +90,7 @@ def _in_methods(trainer: Any) -> Iterator[str]:
 
 
 def _in_settings(trainer: Any) -> Iterator[str]:
-    """Yields the reasons in the Trainer's settings and callbacks why a step cannot be computed by layer."""
+    """Yields each reason why the Trainer's settings or callbacks prevent a step by layer."""
     if trainer.compute_loss_func is not None:
         yield "compute_loss_func is your own function"
     if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -104,7 +103,7 @@ def _in_settings(trainer: Any) -> Iterator[str]:
 
 
 def _in_modules(model: torch.nn.Module) -> Iterator[str]:
-    """Yields the reasons in the model's modules and hooks why a step cannot be computed by layer."""
+    """Yields each reason why the model's modules or hooks prevent a step by layer."""
     for name, module in model.named_modules():
         title = f"module {name!r}" if name else "the model"
         for code in (type(module), type(module).forward, vars(module).get("forward", type(module))):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _log = logging.getLogger("memascend")
-# The largest number of rows that are compared, of a data set and of the embeddings.
+# A resume compares at most this many rows of a data set, and at most this many rows of the embeddings.
 _ROWS = 64
 # The largest number of characters of a text that is compared whole. Of a longer text, a prefix and a digest are
 # compared.
@@ -54,7 +54,7 @@ _LENGTH = ("max_steps", "num_train_epochs")
 
 
 def description(trainer: Any, clipping: str) -> dict[str, Any]:
-    """Describes a run as JSON: arguments, model, data, and optimizer and schedule if the Trainer has made these."""
+    """Describes a run as JSON: arguments, model, data; also optimizer and schedule if the Trainer has made these."""
     found: dict[str, Any] = {
         "arguments": arguments_of(trainer.args),
         "data": _data(trainer.train_dataset),
@@ -165,7 +165,8 @@ def _texts(values: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
             text = value if isinstance(value, int | float | str) else _text(value)
         except _IncomparableError:
             _log.warning(
-                "%s is of type %s, which cannot be compared, so a resume does not notice a change of this value",
+                "%s is of type %s, which cannot be compared, so a resume does not notice a change of this value: keep "
+                "the value unchanged between starts",
                 name,
                 type(value).__qualname__,
             )

@@ -31,7 +31,7 @@ _RECENT = 10
 _TB = 10**12
 # In a batch, the name of each tensor with token ids ends with this text.
 _IDS = "input_ids"
-# In GB/s. A drive speed below this value is shown with three decimals, any other speed with two.
+# In GB/s: the smallest drive speed that is shown with two decimals. A lower speed is shown with three decimals.
 _FAST = 0.1
 # The smallest share of a drive's life that is shown as a number.
 _LEAST_SHARE = 1e-4

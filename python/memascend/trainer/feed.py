@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Wraps the DataLoader of a Trainer, and records the position in the data and random states for each commit.
+    """Wraps the DataLoader of a Trainer. For each commit, records random states and the position in the data.
 
     accelerate's loader fetches from this object one batch ahead of the Trainer. `Feed` records random states at two
     moments: at the epoch's `iter()`, because the states at this moment determine the order and the workers' seeds, and

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _KINDS: dict[str, type[Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict
 }  # fmt: skip
-# Of a container that has more parts than this, only the length is compared.
+# A container with more parts is not compared as a whole: only its length is compared.
 _COMPARED_PARTS = 10_000
-# `Watch` ignores the attributes that the code of these packages uses. Even without `keep=`, commits store the
-# attributes in `names.SUMS` and `names.AVERAGES`.
+# `Watch` ignores the attributes that the code of these packages uses. Of these attributes, commits store those in
+# `names.SUMS` and `names.AVERAGES` even without `keep=`.
 _LIBRARIES = frozenset(
     {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
 )

@@ -78,9 +78,10 @@ def loading() -> Iterator[None]:
 
 
 def _replace(undo: contextlib.ExitStack, owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Replaces a method: inside the block, calls of the method run `instead(own method, *arguments)`.
+    """Replaces a method: inside the block, calls of the method run `instead(original, *arguments)`.
 
-    Outside the block, for example in other threads, the own method still runs. Closing `undo` restores the own method.
+    Outside the block, for example in other threads, the original method still runs. Closing `undo` restores the
+    original method.
     """
     there = vars(owner)[name]
     own = getattr(there, "__func__", there)
@@ -95,8 +96,8 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Runs `from_pretrained()` without `device_map`, and makes a quantized model without its quantization."""
     if named.get("key_mapping"):
         raise ConfigError(
-            "loading() does not support key_mapping=. Load the model once without loading(), and save it with "
-            "save_pretrained()"
+            "loading() does not support key_mapping=. Load the model once without loading(), save the model with "
+            "save_pretrained(), and load it from that folder"
         )
     path = named.get("pretrained_model_name_or_path", given[1] if len(given) > 1 else None)
     with contextlib.ExitStack() as undo:
@@ -163,7 +164,7 @@ def _load(
     if not checkpoint_files or any(not str(file).endswith(".safetensors") for file in checkpoint_files):
         raise ConfigError(
             f"the weights of {path} are not in safetensors files, and loading() cannot read other files. Load the "
-            "model once without loading(), and save it with save_pretrained()"
+            "model once without loading(), save the model with save_pretrained(), and load it from that folder"
         )
     return _noted(model, checkpoint_files, load_config), None
 

@@ -47,7 +47,8 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
     except BudgetError as error:
         share = sum(own[name] for name in rest)
         raise BudgetError(
-            f"{error}. The reference model also takes {bytes_shown(share)} of this budget",
+            f"{error}. The reference model also takes {bytes_shown(share)} of this budget: pass at least the "
+            "sum of the two sizes",
             smallest=error.smallest + share,
         ) from error
     try:

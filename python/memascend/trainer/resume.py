@@ -90,8 +90,8 @@ class Resume:
         self._batches, self._begun = 0, (0, 0.0)
         # The number of the epoch that the next `on_epoch_begin` event begins.
         self._next_epoch = 0
-        # The log lines that the training wrote at its earlier end, if the training was made longer since. The longer
-        # training adds these lines to its log.
+        # If the user makes an ended training longer: the lines that the training logged at its earlier end.
+        # `_add_lines()` adds these lines to the log.
         self._lines: list[dict[str, Any]] = []
         # The result of `TrainerSnapshot.taken()` after the last step's events. The entry "blocks" has the number of
         # `session.edits` blocks that were committed before this moment.
@@ -306,8 +306,8 @@ class Resume:
         scheduler = self._trainer.lr_scheduler
         if not storable(scheduler.state_dict()):
             raise ConfigError(
-                f"the state of {type(scheduler).__name__} has objects that a commit cannot store. Its state_dict() may "
-                "have only numbers, texts, lists and dicts"
+                f"the state of {type(scheduler).__name__} has objects that a commit cannot store: let the scheduler's "
+                "state_dict() return only numbers, texts, lists and dicts"
             )
         self.run["schedule"] = schedule.described(scheduler)
         if self._kept is not None:
@@ -542,7 +542,7 @@ class Resume:
                 pass
 
     def _position_of_end(self, **others: Any) -> str:
-        """Returns the position of the last commit, and adds the values after the last step's events as "ended"."""
+        """Returns the last commit's position with a new entry "ended": the values after the last step's events."""
         metadata = self._session.run.metadata
         assert metadata.position is not None
         kept = decoded(metadata.position, "the store")

@@ -61,7 +61,7 @@ pub enum FunctionInput {
 pub struct Application {
     /// The function that the engine calls.
     pub function: Box<Function>,
-    /// Bytes of tensors, such as a gradient, that `function` holds until the engine has called `function`.
+    /// Bytes of the tensors, such as a gradient, that `function` keeps in memory until its call has ended.
     pub nbytes: usize,
     /// The number of this update, counted from 1 over all updates of the record.
     pub step: u64,
@@ -112,8 +112,8 @@ fn largest_others(description: &Description) -> usize {
     (0..description.records.len()).map(of).max().unwrap_or(0)
 }
 
-/// Some state tensors of the record are not cut into chunks. Returns the offset and the size in bytes of each of these
-/// tensors. They share one memory slot, and the offset counts from the start of this slot.
+/// Returns the offset and the size in bytes of each state tensor that is not cut into chunks. These tensors share one
+/// memory slot, and each offset counts from the start of this slot.
 fn other_tensors(description: &Description, record: usize) -> impl Iterator<Item = (usize, usize)> {
     description.records[record].whole().scan(0, |at, tensor| {
         let (start, nbytes) = (*at, tensor.nbytes() as usize);
@@ -290,8 +290,8 @@ impl Work for Apply {
         }
     }
 
-    /// The function's call on a whole record comes after the turns that read the record, and before the turns that
-    /// write the record.
+    /// Returns the turn of the function's call on a whole record. This turn comes after the turns that read the record,
+    /// and before the turns that write the record.
     fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
         let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)

@@ -19,7 +19,7 @@ struct Calls {
 /// Calls one function at a time. Dropping a `Caller` waits for the running call.
 #[derive(Default)]
 pub(crate) struct Caller {
-    /// `None` until the first call, because most engines never call a function.
+    /// `None` until the first call starts the thread. Most engines never call a function.
     calls: Option<Calls>,
 }
 

@@ -9,8 +9,8 @@ use crate::{
     workbench::{Workbench, clear_from, elements_mut},
 };
 
-/// Updates one chunk in place. The chunk's values are in memory already: read from storage, copied by `Live::take`, or
-/// in the RAM tier.
+/// Updates one chunk in place. The chunk's values are in memory already: a read has loaded the values from storage,
+/// `Live::take` has copied the values, or the record is in the RAM tier.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { record, index: chunk, ref memory } = turn;
     let elements = bench.elements(record, chunk).len();

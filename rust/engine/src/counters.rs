@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct Counters {
     /// Number of updates of records.
     pub updates: u64,
-    /// Jobs that computed the values of a record with a deferred update, without writing the record.
+    /// Jobs that applied a deferred update to get the record's values, and did not write the record.
     pub computed: u64,
     /// Records to which a function was applied.
     pub applied: u64,

@@ -222,8 +222,8 @@ impl Engine {
         self.shared.queue.push(Job::new(record, spill), &mut wait)
     }
 
-    /// Waits for the jobs of a record. Then returns the [`Check`] of its spilled gradient: whether all elements are
-    /// finite, and the sum of their squares.
+    /// Waits for the jobs of a record. Then returns the [`Check`] of the record's spilled gradient: whether all
+    /// elements are finite, and the sum of their squares.
     pub fn spilled(&self, record: usize, mut wait: Wait<'_>) -> Result<Check> {
         self.known(record)?;
         if let Some(kept) = self.ram_tier.kept(record) {

@@ -56,7 +56,9 @@ impl Fill {
         let name = &described.name;
         if first.state.len() != described.state.len() {
             let (got, wanted) = (first.state.len(), described.state.len());
-            return Err(Error::Invalid(format!("{name:?} has {wanted} state tensors, but {got} were given")));
+            return Err(Error::Invalid(format!(
+                "{name:?} has {wanted} state tensors, but {got} were given: give a tensor or None for each of them"
+            )));
         }
         let given = std::iter::once(Some(&first.values)).chain(first.state.iter().map(Option::as_ref));
         for (tensor, nbytes) in given.zip(&wanted) {
@@ -273,9 +275,8 @@ fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result
         if !fits || tensor.len() != nbytes || !(aligned || tensor.is_empty()) {
             let (got, format) = (tensor.len(), described.format.name());
             return Err(Error::Invalid(format!(
-                "{name:?} cannot take a float32 {what} of {got} bytes: it must have {nbytes} aligned bytes, and the \
-                 format of \
-                 the record, {format:?}, must store a rounded {what}"
+                "{name:?}, a record of the format {format:?}, cannot take a float32 {what} of {got} bytes: give a \
+                 float32 {what} only if the format stores a rounded {what}, and give {nbytes} bytes of aligned memory"
             )));
         }
     }

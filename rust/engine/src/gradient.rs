@@ -1,5 +1,5 @@
-//! Defines gradients. A gradient is either host memory that a job holds, or a source that lends the gradient one window
-//! after the other.
+//! Defines gradients. A gradient is either host memory that a job holds, or a source that lends one [`Window`] of the
+//! gradient after the other.
 //!
 //! [Note: handed-over memory] A caller that gives the engine a [`Buffer`] must not write to the memory of the buffer
 //! until the engine drops the buffer. So every thread of the engine may read this memory without a lock.
@@ -98,7 +98,8 @@ impl Gradient {
     pub fn lent(source: Box<Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
             return Err(Error::Invalid(format!(
-                "a gradient of {nbytes} bytes does not have a whole number of {} elements",
+                "a gradient of {nbytes} bytes does not have a whole number of {} elements: give all bytes of the \
+                 gradient",
                 dtype.name()
             )));
         }
@@ -223,8 +224,8 @@ pub(crate) fn doubles(memory: &dyn Buffer, start: usize, count: usize) -> &[f64]
 pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usize) -> Floats<'_> {
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
     // SAFETY: the assertion above keeps the elements inside `memory`. The memory is aligned for the dtype and stays
-    // mapped while it is borrowed. Callers do not write to it meanwhile ([Note: handed-over memory]). If it is a
-    // staging chunk, only the turn that owns the chunk could write to it, and this turn is reading.
+    // mapped while it is borrowed. Callers do not write to `memory` meanwhile ([Note: handed-over memory]). If `memory`
+    // is a staging chunk, only the turn that owns the chunk could write to the chunk, and this turn is reading.
     unsafe { floats_at(memory.as_ptr(), dtype, start, count) }
 }
 

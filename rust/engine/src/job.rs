@@ -93,8 +93,8 @@ impl Job {
         Self::boxed(record, Box::new(work))
     }
 
-    /// Creates an urgent job. The pipeline runs it before all jobs that are not urgent, because a caller waits for its
-    /// results.
+    /// Creates an urgent job. A caller waits for the results of this job, so the pipeline runs it before all jobs that
+    /// are not urgent.
     pub(crate) fn urgent(record: usize, work: impl Work + 'static) -> Self {
         Self { work: Box::new(work), mark: Arc::new(Mark::urgent(record)) }
     }

@@ -26,14 +26,16 @@ impl Live {
         let wanted = described.elements() * described.dtype.bytes();
         if values.len() as u64 != wanted {
             let (name, got) = (&described.name, values.len());
-            return Err(Error::Invalid(format!("the values of {name:?} have {wanted} bytes, but {got} were given")));
+            return Err(Error::Invalid(format!(
+                "the values of {name:?} have {wanted} bytes, but {got} were given: give the values of the whole record"
+            )));
         }
         Ok(are_needed(described).then_some(Self(values)))
     }
 
-    /// Copies a chunk of the values to the staging chunk, and compares the copy with the stored checksum, as a read
-    /// does. Without this check, values that were changed in place, or that belong to another step, would silently
-    /// corrupt the master weights.
+    /// Copies a chunk of the values to the staging chunk, and compares the copy with the stored checksum. Without this
+    /// check, values that were changed in place, or that belong to another step, would silently corrupt the master
+    /// weights.
     pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));
@@ -50,7 +52,7 @@ impl Live {
         }
         let name = &described.name;
         Err(Error::Usage(format!(
-            "the values of {name:?} in memory are not those of its last commit: code changed them in a way that torch \
+            "the values of {name:?} in memory are not those of the last commit: code changed them in a way that torch \
              cannot \
              detect, such as numpy, data_ptr() or a custom kernel, and the update would lose this change. Call zero_grad(), \
              then change the values within memascend.materialized(model, modify=True)"

@@ -32,11 +32,10 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// The default number of staging chunks. Assume a disk that reaches its full speed only with four requests of 1 MiB in
-/// flight. Four chunks are too few for this disk: the engine computes on one chunk, and another chunk may have only its
-/// last request in flight. So the four chunks together may have fewer than four requests in flight. A benchmark
-/// simulated such a disk, with a spin loop as the arithmetic. With 4 chunks, the pipeline reached 0.8 of the speed of
-/// I/O without arithmetic. With 12 chunks, it reached at least 0.95. With 16 chunks, it was no faster than with 12.
+/// The default number of staging chunks. A benchmark simulated a disk that reaches its full speed only with four
+/// requests of 1 MiB in flight, and used a spin loop as the arithmetic. With 4 chunks, the pipeline reached 0.8 of the
+/// speed of I/O without arithmetic. With 12 chunks, it reached at least 0.95. With 16 chunks, it was no faster than
+/// with 12.
 pub const CHUNKS_DEFAULT: usize = 12;
 /// The longest time that the pipeline waits for a staging chunk. A chunk becomes free when its last write has ended. If
 /// no chunk becomes free within this time, functions of the user have kept tensors of chunks.

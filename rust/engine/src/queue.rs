@@ -93,7 +93,7 @@ impl QueueState {
         self.marks().any(|known| Arc::ptr_eq(known, mark))
     }
 
-    /// Returns what the place for a spilled gradient of the record will contain if all jobs of the record succeed.
+    /// Returns what the record's place for a spilled gradient will contain if all jobs of the record succeed.
     pub(crate) fn leaves(&self, record: usize) -> Leaves {
         let of_record = self.marks().filter(|mark| mark.record == record && mark.leaves != Leaves::Same);
         of_record.last().map_or(Leaves::Same, |mark| mark.leaves)

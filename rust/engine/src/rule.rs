@@ -135,7 +135,7 @@ pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
             return Err(Error::Invalid(format!(
                 "the store's log has gradients for the rule {name:?} with arithmetic {arithmetic}, which this version \
                  of memascend \
-                 does not know: open the store with the version that wrote it, and close it there"
+                 does not know: open the store with the version that wrote the log, and close the store there"
             )));
         }
     };

@@ -32,10 +32,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Holds back an update by a kernel, like [`Engine::wait_for_step`]. The update will be applied in memory if the
-    /// log has room for its gradient, or if the durability of the store is "none". If the log has room, this function
-    /// queues a job that writes the gradient to the log. If the record is due (`Store::is_due`), this job also writes
-    /// the whole record.
+    /// Holds back `update`, like [`Engine::wait_for_step`]. The update will be applied in memory if the log has room
+    /// for its gradient, or if the durability of the store is "none". If the log has room, this function queues a job
+    /// that writes the gradient to the log. If the record is due (`Store::is_due`), this job also writes the whole
+    /// record.
     pub(crate) fn wait_to_update(
         &self,
         record: usize,
@@ -74,7 +74,7 @@ impl Engine {
         begun
     }
 
-    /// Queues the held-back updates of records in RAM that the pipeline stages before the commit.
+    /// Queues the held-back updates that the pipeline stages before the commit.
     fn begin_through(&self, wait: &mut Wait<'_>) -> Result<()> {
         while let Some(Waiting { record, work, .. }) = self.ram_tier.next_through() {
             self.push_of_step(Job::boxed(record, work), wait)?;
@@ -149,9 +149,9 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Applies functions of the user to records in RAM by jobs of the pipeline, and waits for these jobs. Ignores
-    /// Ctrl-C, because a committed step must be applied completely. If a function fails, the store returns an error to
-    /// every later caller, because the records in memory then belong to no step.
+    /// Queues jobs that apply functions of the user to records in RAM, and waits for these jobs. Ignores Ctrl-C,
+    /// because a committed step must be applied completely. If a function fails, the store returns an error to every
+    /// later caller, because the records in memory then belong to no step.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;

@@ -22,7 +22,7 @@ pub(crate) struct Turn {
     pub(crate) memory: Shared,
 }
 
-/// What the place for a spilled gradient of a record contains after a job has succeeded.
+/// What the record's place for a spilled gradient contains after a job has succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaves {
     /// The place is unchanged.
@@ -38,8 +38,8 @@ pub(crate) struct Mark {
     /// Bytes of the caller's tensors that the job holds.
     pub(crate) nbytes: usize,
     pub(crate) leaves: Leaves,
-    /// True if the pipeline runs the job before all jobs that are not urgent, because a caller waits for its results.
-    /// An urgent job is not part of the step: a discard does not drop it, and only callers that wait for the job get
+    /// True if a caller waits for the results of the job. The pipeline runs urgent jobs before all other jobs. An
+    /// urgent job is not part of the step: a discard does not drop it, and only callers that wait for the job get
     /// its error.
     pub(crate) urgent: bool,
     failed: Mutex<Option<Error>>,

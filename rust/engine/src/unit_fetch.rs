@@ -97,7 +97,7 @@ impl Engine {
         if memory.len() as u64 != wanted {
             let name = &store.description().units[unit];
             return Err(Error::Invalid(format!(
-                "unit {name:?} has {wanted} bytes, not {}: give memory of this size",
+                "unit {name:?} has {wanted} bytes, not {}: give memory of {wanted} bytes",
                 memory.len()
             )));
         }

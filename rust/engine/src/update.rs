@@ -33,8 +33,8 @@ pub(crate) struct KernelUpdate {
     source: GradientSource,
     /// The gradient of a record in RAM, if the caller has spilled it. Such a gradient stays in memory.
     kept: Option<Arc<Kept>>,
-    /// If given, the turns of this update also spill the gradient. The update then takes the gradient from the staging
-    /// chunk, and does not read it from storage.
+    /// With a [`Spill`], the turns of this update also spill the gradient. The update then takes the gradient from the
+    /// staging chunk, and does not read it from storage.
     spill: Option<Spill>,
     /// The record's values in the caller's memory. With `None`, an update that computes with the values reads the
     /// values from storage.
@@ -235,8 +235,8 @@ pub(crate) fn require_state(description: &Description, record: usize, rule: &Rul
     }
 }
 
-/// True if a record has the state of SGD in torch. If its values have 16 bits, the state has float32 master weights.
-/// The state may also have a momentum.
+/// True if a record has the state of torch's SGD: float32 master weights if the values have 16 bits, and optionally a
+/// momentum.
 pub(crate) fn has_sgd(described: &Record) -> bool {
     let masters = match described.dtype {
         Dtype::F32 => 0,

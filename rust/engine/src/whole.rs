@@ -63,7 +63,7 @@ impl Plan {
         Ok(Self { tensors, elements, spilled, wide, bytes })
     }
 
-    /// Returns the values, the state tensors, and the gradient, as parts of the whole, `all`.
+    /// Returns the values, the state tensors, and the gradient, as parts of `all`, the memory of the whole record.
     pub(crate) fn parts(&self, all: &Shared) -> Result<(Shared, Vec<Shared>, Option<Shared>)> {
         let mut parts = Vec::with_capacity(self.tensors.len());
         for &(at, element) in &self.tensors {
@@ -75,8 +75,8 @@ impl Plan {
     }
 }
 
-/// Returns the elements of a chunk in each widened tensor of the whole, `all`. The chunk has `count` elements,
-/// beginning with element `start`. The tensors are master weights, first moment and second moment.
+/// Returns the elements of a chunk in each widened tensor of `all`, the memory of the whole record. The chunk has
+/// `count` elements, beginning with element `start`. The tensors are master weights, first moment and second moment.
 ///
 /// # Safety
 /// No operation on `all` may be in flight, and nothing else may access these elements while the slices live.
@@ -125,7 +125,8 @@ fn turn_of(bench: &Workbench<'_>, (record, chunk): (usize, u32), memory: &Shared
     (Turn { record, index: chunk, memory: memory.clone() }, (elements.start, elements.len()))
 }
 
-/// Copies a chunk from its staging chunk to the whole, `all`. If `plan.wide`, widens the chunk's state.
+/// Copies a chunk from its staging chunk to `all`, the memory of the whole record. If `plan.wide`, widens the chunk's
+/// state.
 pub(crate) fn gathered(
     bench: &Workbench<'_>,
     of: (usize, u32),
@@ -150,8 +151,8 @@ pub(crate) fn gathered(
     Ok(())
 }
 
-/// Copies a chunk of the whole, `all`, to its staging chunk. The pipeline then writes the staging chunk. The gradient
-/// is not copied, because the job does not write it.
+/// Copies a chunk from `all`, the memory of the whole record, to the staging chunk. The pipeline then writes the
+/// staging chunk. This function does not copy the gradient, because the job does not write the gradient.
 pub(crate) fn scattered(
     bench: &Workbench<'_>,
     of: (usize, u32),

@@ -318,8 +318,8 @@ impl<'a> Workbench<'a> {
         Ok(Write::Gradient(write))
     }
 
-    /// Returns the dtype, the first byte and the number of bytes of each state tensor in a chunk. The tensors come in
-    /// the order in which the extent of the state stores them.
+    /// Returns the dtype, the offset in bytes and the size in bytes of each state tensor in a chunk. The tensors come
+    /// in the order in which the extent of the state stores them.
     pub(crate) fn in_chunk(&self, record: usize, chunk: u32) -> impl Iterator<Item = (Dtype, usize, usize)> + use<'a> {
         let description = self.store.description();
         description.in_chunk(record, description.elements_of_chunk(record, chunk))

@@ -227,8 +227,8 @@ const fn grid<T: Element>(exponent: i32) -> i32 {
     2 * (exponent - 127) - 2 * (T::PRECISION - 1)
 }
 
-/// Returns the float64 whose last bit weighs `2^power` and whose other bits are zero. A sum that starts from this
-/// float64 is a multiple of `2^power`.
+/// Returns the power of two whose last bit, as a float64, weighs `2^power`. A sum that starts from this float64 is a
+/// multiple of `2^power`.
 #[inline(always)]
 fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)

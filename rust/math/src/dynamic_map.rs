@@ -5,8 +5,8 @@
 //! distances. The numbers have the bits of `bitsandbytes`. These bits depend on how torch rounds, so this file lists
 //! the numbers. docs/store-format.md says how to compute the numbers.
 
-/// The positive half of the signed map, from code 128 on. Code 127 is 0, and code 127 - i is minus code 127 + i. The
-/// last code, 255, is 1 and has no negative counterpart.
+/// The positive half of the signed map, from code 128 on. Code 127 stands for 0. Code 127 - i stands for minus the
+/// number of code 127 + i. The last code, 255, stands for 1, and no code stands for -1.
 #[rustfmt::skip]
 const SIGNED: [u32; 128] = [
     0x3513_A3B7, 0x365A_1A94, 0x3702_05FF, 0x37B2_4206, 0x3837_8034, 0x388A_EFB3, 0x38BA_1F4B, 0x3923_D70B, 0x398C_E705,

@@ -18,8 +18,9 @@ use crate::{
 const LAST: f32 = 65_535.0;
 const MIDDLE: f32 = LAST / 2.0;
 
-/// The code changes at certain shares. `LATER` moves all these shares up a little, because fp32 rounds the midpoints
-/// and the shares of the points. If `LATER` is 1.1 to 1.4 times the machine epsilon, every point gets the right code.
+/// The code changes at midpoints, half-way between two numbers of the map. `LATER` moves all midpoints up a little,
+/// because fp32 rounds the midpoints and the shares of the points. If `LATER` is 1.1 to 1.4 times the machine epsilon,
+/// every point gets the right code.
 const LATER: f64 = 1.3 * f32::EPSILON as f64;
 
 /// A dynamic map, and the lines that compute a point's code from its distance to `MIDDLE`.
@@ -203,8 +204,8 @@ mod tests {
         assert_eq!((nearest_point(-1e9), nearest_point(f32::INFINITY)), (0, 65_535));
     }
 
-    /// Compares, for one in `every` shares of either sign, the point with the point of `bitsandbytes`, and the code
-    /// with the searched code.
+    /// Tests one in `every` shares of either sign: its point must be the point of `bitsandbytes`, and its code must be
+    /// the searched code.
     fn shares_have_their_codes(every: usize) {
         let codes = MAPS.map(|map| searched(map.numbers));
         for bits in (0..=1.0_f32.to_bits()).step_by(every) {

@@ -15,7 +15,8 @@ pub struct Momentum {
     pub dampening: f64,
     /// Weight decay, at least 0. The step adds the parameter times this factor to the gradient.
     pub weight_decay: f64,
-    /// If true, the step adds `momentum` times the updated momentum to the gradient, and follows this sum.
+    /// If true, the step adds `momentum` times the updated momentum to the gradient, and uses the sum as the
+    /// direction.
     pub nesterov: bool,
     /// The number of this update, from 1. The first update sets the momentum to the gradient.
     pub step: u64,

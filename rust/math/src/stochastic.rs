@@ -34,7 +34,8 @@ impl Stochastic for Bf16 {
 }
 
 impl Stochastic for F16 {
-    /// The highest 16 of the dropped bits are the probability of rounding up. A normal number drops only 13 bits.
+    /// The dropped bits, at most the highest 16, are the probability of rounding up. A normal number drops only 13
+    /// bits.
     #[inline(always)]
     #[expect(
         clippy::cast_possible_truncation,

@@ -11,7 +11,7 @@ pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
 /// Elements of a block. In measurements, 128 and 4096 were slower by a tenth or more.
 const BLOCK: usize = 512;
 
-/// Non-temporal stores must cover whole cache lines to be fast.
+/// The size of a cache line. Non-temporal writes are fast only if they cover whole cache lines.
 const LINE_BYTES: usize = 64;
 
 /// A block, aligned to cache lines.

@@ -1,5 +1,5 @@
-//! Compares the time that this crate needs for host memory with the time of other ways, such as `posix_memalign`. Each
-//! round times every case once. Prints medians and ratios.
+//! Measures how fast this crate allocates and returns host memory, compared with alternatives such as `posix_memalign`.
+//! Each round times every case once. Prints medians and ratios.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![expect(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 

@@ -63,7 +63,7 @@ pub struct Arena {
     shared: Arc<Shared>,
 }
 
-/// The part of an arena that leases keep alive.
+/// Each lease keeps this part of its arena alive.
 #[derive(Debug)]
 pub(crate) struct Shared {
     region: Region,
@@ -104,8 +104,8 @@ impl Arena {
         Ok(Self { shared })
     }
 
-    /// Returns the owner called `name`. The first call registers the owner. Later leases by this owner allocate no
-    /// memory.
+    /// Returns the owner called `name`. The first call with this name registers the owner and allocates memory, so
+    /// leases need not.
     pub fn owner(&self, name: &str) -> Result<OwnerId> {
         self.shared.owners.named(name)
     }

@@ -1,10 +1,10 @@
 //! Pins memory for CUDA through `libcuda.so.1`. This library is loaded at run time, so that the crate also runs without
 //! it.
 //!
-//! Memory is registered only in a process that has a CUDA context already, so this file creates no context. The current
-//! context of the calling thread is used. If the thread has no current context, a primary context is used that the
-//! process holds on any device. `ignore_captures` keeps threads of this library from invalidating CUDA graphs that
-//! other threads capture.
+//! This file creates no CUDA context: it registers memory only in a process that has a context already. It uses the
+//! current context of the calling thread. If the thread has none, it uses the primary context of any device that has an
+//! active one. `ignore_captures` keeps threads of this library from invalidating CUDA graphs that other threads
+//! capture.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -156,7 +156,7 @@ impl Driver {
             NonNull::new(found)
                 .ok_or_else(|| format!("libcuda.so.1 has no {}: update the driver", name.to_string_lossy()))
         };
-        // SAFETY: each name is a function of the driver API that has the type of the field; the library stays loaded.
+        // SAFETY: the driver API has a function of each name, with the type of the field; the library stays loaded.
         #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for every field")]
         #[expect(clippy::missing_transmute_annotations, reason = "the fields have the types")]
         unsafe {

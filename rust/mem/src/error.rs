@@ -105,8 +105,8 @@ pub enum Error {
 
     /// No slot became free within the time limit of the caller.
     #[error(
-        "no slot for {asked_bytes} bytes became free (class of {class_bytes}, {class_count} slots) within {:.3} s; \
-         held by: {}; \
+        "no slot for {asked_bytes} bytes became free within {:.3} s; the {class_count} slots of {class_bytes} bytes \
+         are held by: {}; \
          drop a lease, or plan more slots",
         waited.as_secs_f64(), Holders(holders)
     )]

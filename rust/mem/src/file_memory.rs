@@ -137,7 +137,7 @@ fn mapped(file: BorrowedFd<'_>, bytes: usize, protection: ProtFlags, flags: MapF
 
 fn unmap(start: NonNull<u8>, bytes: usize) {
     // SAFETY: the range is a mapping of `bytes` bytes that `new` made. The `FileMemory` that owns the range is being
-    // dropped, or `new` failed before it made one.
+    // dropped, or `new` failed before it made a `FileMemory`.
     let result = unsafe { munmap(start.as_ptr().cast(), bytes) };
     debug_assert!(result.is_ok(), "munmap: {result:?}");
 }

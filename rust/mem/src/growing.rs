@@ -46,8 +46,8 @@ impl GrowingArena {
         Ok(Self { planned: Part::new(classes, keep_going)?, added: Mutex::default() })
     }
 
-    /// Adds a slot to the class from which a lease of `nbytes` bytes takes its slot. Returns how many bytes the new
-    /// slot and its tables take.
+    /// Adds a slot to the class that serves leases of `nbytes` bytes. Returns how many bytes the new slot and its
+    /// tables take.
     pub fn add(&self, nbytes: usize, keep_going: KeepGoing<'_>) -> Result<usize> {
         let part = Part::new(&[(self.bound(nbytes)?, 1)], keep_going)?;
         let taken = part.bytes();
@@ -55,7 +55,7 @@ impl GrowingArena {
         Ok(taken)
     }
 
-    /// Returns the number of added slots, for each size of a slot in bytes.
+    /// Returns the number of added slots of each class. The key is the size of a slot in bytes.
     #[must_use]
     pub fn added_slots(&self) -> BTreeMap<usize, usize> {
         let mut slots = BTreeMap::new();

@@ -1,6 +1,6 @@
 //! Configures the heap of the C library for training. This module makes large allocations become mappings, and occupies
-//! the free holes that the model left in the heap. After each step, it returns freed memory to the system. Only after a
-//! step with a large batch, freed memory stays in the heap for the next step.
+//! the free holes that the model left in the heap. It returns freed memory to the system after each step, until a step
+//! has a large batch.
 //!
 //! A model that was created in the heap leaves holes when its values move to storage. Each gradient of a step would be
 //! allocated in another hole, so memory would grow with the depth of the model. An allocation that occupies a hole
@@ -10,8 +10,8 @@
 //! be allocated in the heap, and small allocations between them would keep the heap from shrinking. So this module sets
 //! a fixed threshold.
 //!
-//! After a step with a large batch, freed memory stays in the heap. If it returned to the system, the kernel would have
-//! to fill new pages with zeros for the next step. This would take up to a third of the time of the step.
+//! From a step with a large batch on, freed memory stays in the heap. If it returned to the system, the kernel would
+//! have to fill new pages with zeros for the next step. This would take up to a third of the time of the step.
 
 use std::{
     env,
@@ -21,8 +21,8 @@ use std::{
 
 use crate::{limits::memory_limits, page_bytes};
 
-/// Allocations of at least this many bytes become mappings. With 32 KiB, a step of a model of 125 M parameters would
-/// take a quarter longer, and would save 28 MB of 393 MB. `benchmarks/heap.py` compares other values.
+/// Allocations of at least this many bytes become mappings. A threshold of 32 KiB would make a step of a model of 125 M
+/// parameters take a quarter longer, and would save 28 MB of 393 MB. `benchmarks/heap.py` compares other values.
 const MAPPED_FROM_BYTES: libc::c_int = 1 << 20;
 /// How many free bytes stay at the end of the heap. This is twice the mapping threshold, which is the ratio that glibc
 /// uses.
@@ -41,7 +41,8 @@ const HOLE_BYTES: u16 = 32 << 10;
 const HOLE_BYTES_MAX: usize = 256 << 20;
 /// The environment variable that turns this module off: `MEMASCEND_MALLOC=system` leaves the heap unchanged.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
-/// If one of these environment variables is set, the user has chosen the thresholds of glibc, so they stay unchanged.
+/// If one of these environment variables is set, the user has chosen the thresholds of glibc. This module then does not
+/// change the thresholds.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 
 #[derive(Debug)]
@@ -91,9 +92,9 @@ pub fn begin_heap_backward() {
     heap().touched.get_or_insert_with(touched_bytes);
 }
 
-/// Ends a step with `backwards` backward passes. The heap keeps freed memory from now on if the average pass touched
-/// far more new bytes than the model has, and if more than half as many bytes as the pass touched are available. Unless
-/// the heap keeps freed memory, this function returns it to the system.
+/// Ends a step with `backwards` backward passes. Returns freed memory to the system, until a step has a large batch.
+/// The heap keeps freed memory from such a step on, if more than half as many bytes are available as an average pass
+/// touched.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();

@@ -125,7 +125,7 @@ fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
 fn group(folder: &Path, files: &Files) -> Option<Group> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<usize>().ok();
     let limit = number(files.limit)?;
-    // Cgroup version 1 writes "no limit" as the largest multiple of the page size.
+    // For "no limit", cgroup version 1 writes the largest multiple of the page size below 2^63.
     if limit >= isize::MAX as usize - (1 << 20) {
         return None;
     }

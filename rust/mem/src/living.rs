@@ -2,9 +2,9 @@
 //! the list during the fork.
 //!
 //! [Note: forked child] A child has copies of the memory and locks of its parent, but only the thread that forked. A
-//! lock that another thread held at the fork stays locked in the child for ever. So each method first asks `Maker`
-//! whether it runs in a child. In a child, the method returns an error or does nothing, without taking those locks.
-//! The lock of this list is safe, because the forking thread itself holds it and releases it.
+//! lock that another thread held at the fork stays locked in the child for ever. So `Region` and `Arena` ask `Maker`
+//! whether they are in a child, before they take a lock. In a child, their methods return an error or do nothing. The
+//! lock of this list is safe, because the forking thread itself holds it and releases it.
 
 use std::{
     cell::RefCell,
@@ -63,8 +63,8 @@ impl Maker {
 
 fn watch_forks() {
     HOOK.call_once(|| {
-        // SAFETY: the handlers only change an atomic, lock, unlock and make system calls, on the thread that forks.
-        // They are functions of this library, which is never unloaded.
+        // SAFETY: the handlers run on the thread that forks. They only take and release a lock, change an atomic, and
+        // make system calls. They are functions of this library, which is never unloaded.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });

@@ -65,8 +65,8 @@ pub fn huge_pages() -> HugePages {
 /// A function that a long operation calls from time to time. If it returns `false`, the operation ends.
 pub type KeepGoing<'a> = &'a mut dyn FnMut() -> bool;
 
-/// Number of bytes that are populated or locked between two calls of `keep_going`. One such piece
-/// takes some 10 to 30 ms.
+/// Number of bytes that are populated or locked between two calls of `keep_going`. One such piece takes some 10 to 30
+/// ms.
 const PIECE_BYTES: usize = 64 << 20;
 
 /// Readable and writable pages, zero at first. There is a guard page before them and a guard page after them.

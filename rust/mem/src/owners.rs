@@ -21,7 +21,7 @@ pub struct OwnerId(u8);
 /// The leased memory and the waits of one owner, or of all owners together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnerStats {
-    /// Bytes that the owner's leases asked for.
+    /// Bytes that the owner's living leases asked for.
     pub bytes: usize,
     /// The largest value that `bytes` has had.
     pub peak_bytes: usize,
@@ -33,8 +33,8 @@ pub struct OwnerStats {
     pub waited: Duration,
 }
 
-/// The counters that [`OwnerStats`] reports. Each counter is exact. But if threads change counters during a read, the
-/// counters may belong to different moments.
+/// The counters that [`OwnerStats`] reports. Each counter is exact. But if a thread changes counters during a read, the
+/// read may mix values of different moments.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     bytes: AtomicUsize,

@@ -123,7 +123,7 @@ impl Region {
         let bytes = nbytes
             .checked_next_multiple_of(page_bytes())
             .filter(|&bytes| bytes > 0 && isize::try_from(bytes).is_ok())
-            .ok_or_else(|| Error::Invalid(format!("a region of {nbytes} bytes cannot be mapped: ask for 1 to 2^62")))?;
+            .ok_or_else(|| Error::Invalid(format!("{nbytes} bytes cannot be mapped: ask for 1 to 2^62 bytes")))?;
         let headroom = memory_limits().headroom;
         if bytes > headroom.available_bytes {
             return Err(Error::OutOfMemory {
@@ -173,7 +173,7 @@ impl Region {
         self.inner.pinned
     }
 
-    /// Why the region is not pinned by CUDA, although the caller asked for `Pin::Auto`. `None` in all other cases.
+    /// With `Pin::Auto`, why CUDA did not pin the region. `None` if CUDA pinned it, or with another `Pin`.
     #[must_use]
     pub fn why_not(&self) -> Option<&str> {
         self.inner.why_not.as_deref()
@@ -182,8 +182,7 @@ impl Region {
     /// Returns how many bytes of the region are on huge pages now. Reads `/proc/self/smaps`, which takes milliseconds.
     #[must_use]
     pub fn huge_bytes(&self) -> usize {
-        // `is_mapped` has released its lock before the long read below, so that a fork during the read copies no held
-        // lock.
+        // `is_mapped` releases its lock before the long read below, so a fork during the read copies no held lock.
         if !self.inner.is_mapped() {
             return 0;
         }
@@ -333,7 +332,8 @@ pub fn regions() -> Vec<RegionStats> {
         .collect()
 }
 
-/// Pins a mapping as `pin` says. Returns the pinning, the CUDA registration, and why the mapping is not pinned by CUDA.
+/// Pins a mapping as `pin` says. Returns the pinning, the CUDA registration and, with `Pin::Auto`, why CUDA did not pin
+/// the mapping.
 fn pinned(
     mapping: &Mapping,
     pin: Pin,

@@ -8,8 +8,8 @@ fn listed(owner: &str) -> Vec<usize> {
     regions().into_iter().filter(|region| region.owner == owner).map(|region| region.bytes).collect()
 }
 
-/// Returns true as soon as the regions of `owner` have the expected sizes, and false if they do not within a second.
-/// The wait is needed because a parallel test that calls `regions()` keeps each region alive for a moment.
+/// Waits until the regions of `owner` have the expected sizes. Returns false if this takes longer than a second. The
+/// wait is needed because a parallel test that calls `regions()` keeps each region alive for a moment.
 fn are_listed(owner: &str, expected: &[usize]) -> bool {
     (0..1000).any(|_| {
         let right = listed(owner) == expected;

@@ -36,7 +36,7 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
-    /// Returns the name of the backend, as the option `backend=` and reports spell it.
+    /// Returns the backend's name, spelled as in the option `backend=` and in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -207,8 +207,8 @@ impl Device {
                     self.alignment = Alignment::NONE;
                     return Ok(());
                 }
-                // The read has succeeded, or has failed with another error. If this error recurs in an operation, the
-                // operation reports the error to the caller.
+                // The read has succeeded, or has failed with another error. If an operation fails with that error too,
+                // the operation reports the error to its caller.
                 _ => return Ok(()),
             }
         }
@@ -290,8 +290,7 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
         }
         device.try_direct()?;
     }
-    // `try_direct` may have switched a file to buffered I/O, which needs no alignment. So this computes the alignment
-    // again.
+    // Compute the alignment again: `try_direct` may have switched a file to buffered I/O, which needs no alignment.
     let (alignment_after, _) = block_of(&devices);
     debug_assert!(alignment_after.block <= alignment.block);
     let capacity = striping.volume_bytes(wanted, block);

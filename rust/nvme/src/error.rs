@@ -117,7 +117,8 @@ pub enum Error {
 
     /// A forked child used its parent's volume.
     #[error(
-        "this volume belongs to the process that opened it, and this process is a fork of it; open another volume here"
+        "this volume belongs to the process that opened it, and this process is a fork of that process; open another \
+         volume in this process"
     )]
     Forked,
 

@@ -1,5 +1,5 @@
-//! Creates, grows and locks files. Only the owner can read a file, and the space of a file is reserved in advance. If a
-//! step fails, the file gets its former state back.
+//! Creates, grows and locks files. Only the owner can read a file, and the space of a file is reserved in advance. If
+//! opening a volume fails, its files get their former state back.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -33,7 +33,7 @@ const OTHERS_BITS: u32 = 0o077;
 /// The state of a file before it was created, grown or made private. `restore` restores this state.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    /// Length in bytes when the file was opened; `None` for a file that was created.
+    /// Length in bytes when the file was opened; `None` if `claim` created the file.
     length_before: Option<u64>,
     /// Permission bits before `make_private` changed them; `None` if the bits did not change.
     pub(crate) mode_before: Option<u32>,
@@ -204,8 +204,8 @@ pub enum Privacy {
 pub(crate) fn make_private(path: &Arc<Path>, file: &File, what: Privacy, is_new: bool) -> Result<Option<u32>> {
     let metadata = file.metadata().map_err(|error| Error::system(path, "stat", &error))?;
     let user = rustix::process::geteuid().as_raw();
-    // A file that this process has just created is exempt. On network file systems that map root to nobody, even this
-    // file belongs to another user.
+    // The check skips a file that this process has just created: on network file systems that map root to nobody, even
+    // this file belongs to another user.
     if what == Privacy::Fresh && !is_new && metadata.uid() != user {
         return Err(foreign(path, metadata.uid(), user));
     }

@@ -1,9 +1,9 @@
 //! Closes a parent's volumes in a forked child.
 //!
-//! A child inherits descriptors, and with them the lock on each device: a worker that outlives a killed parent would
-//! still hold the lock, and the next run could not open the device. So a fork handler closes every registered
-//! descriptor in the child. The child could not use the volume anyway, because only the parent has the threads that
-//! serve it.
+//! A child inherits the parent's descriptors, and with the descriptors the lock on each device. A child that outlives a
+//! killed parent would still hold the lock, and the next run could not open the device. So a fork handler closes every
+//! registered descriptor in the child. The child could not use the volume anyway, because only the parent has the
+//! threads that serve the volume.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, RawFd},

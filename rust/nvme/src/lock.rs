@@ -22,7 +22,7 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            // If the file system has no locks, the file counts as locked, because a second user cannot be detected.
+            // If the file system has no locks, `lock` succeeds without a lock: it cannot detect a second user.
             Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOLCK | Errno::INVAL) => return Ok(()),
             Err(Errno::INTR) => {}
             Err(Errno::WOULDBLOCK) if patience.wait_for_dead_holder(file) => {}

@@ -234,7 +234,7 @@ impl Operation {
         self.failed.load(Ordering::Relaxed)
     }
 
-    /// Records the result of this number of units. Once all units have a result, the operation ends.
+    /// Records `result` for `units` units of the operation. Once all units have a result, the operation ends.
     pub(crate) fn complete_units(&self, units: u64, result: Result<()>) {
         if let Err(error) = result {
             self.failed.store(true, Ordering::Relaxed);

@@ -59,7 +59,7 @@ pub enum Lost {
     Moved,
     /// The path names another file.
     Replaced,
-    /// The file is shorter than its size when it was opened.
+    /// The file is shorter than when it was opened.
     Truncated,
 }
 

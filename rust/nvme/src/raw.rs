@@ -42,7 +42,7 @@ pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Returns an error that names the user of the device. Called after an exclusive open failed with EBUSY.
+/// Returns an error that says what uses the device. Called after an exclusive open failed with EBUSY.
 fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,

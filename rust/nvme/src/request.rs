@@ -10,8 +10,8 @@ use crate::{
     operation::{Address, Kind, Operation},
 };
 
-/// The largest request, in bytes. Every measured disk reaches its peak at 1 MiB; larger requests gain nothing and miss
-/// the L3 cache.
+/// The largest request, in bytes. Every measured disk reaches its peak bandwidth with requests of 1 MiB. Larger
+/// requests gain nothing and miss the L3 cache.
 pub const REQUEST_BYTES_MAX: usize = 1 << 20;
 /// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] the retries take about two seconds; a
 /// shortage of memory that lasts longer is not temporary.

@@ -162,7 +162,9 @@ pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Vol
     let alignment = Alignment { memory: SECTOR_BYTES, block: SECTOR_BYTES };
     let capacity = striping.volume_bytes(smallest as u64, SECTOR_BYTES as u64);
     if capacity == 0 || options.size_bytes.is_some_and(|size| size > capacity) {
-        return Err(Error::Invalid(format!("the simulated devices have {capacity} bytes; choose a smaller size")));
+        return Err(Error::Invalid(format!(
+            "the simulated devices have {capacity} bytes; choose a smaller size, or pass larger devices"
+        )));
     }
     let names: Vec<PathBuf> = (0..disks.len()).map(|index| format!("simulated-{index}").into()).collect();
     let context = Context::new(names.iter().map(|name| Arc::from(name.as_path())).collect(), striping, alignment);

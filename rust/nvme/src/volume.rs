@@ -54,7 +54,7 @@ pub struct Volume {
     why_not: Option<String>,
 }
 
-/// The working parts of an open volume. The order of the fields matters, because Rust drops the fields in this order:
+/// The working parts of an open volume. Rust drops the fields from first to last, and each field uses the next field:
 /// `unaligned` uses the backend, and the backend uses the devices.
 struct Running {
     unaligned: Unaligned,
@@ -120,7 +120,7 @@ impl Volume {
     }
 
     /// Returns the first file that lost its name or was truncated, and what happened to it. Returns `None` if all files
-    /// are intact, for raw devices, and once the volume is closed.
+    /// are intact, if the devices are raw, or if the volume is closed.
     #[must_use]
     pub fn lost(&self) -> Option<(Arc<Path>, Lost)> {
         self.opened().iter().find_map(|device| Some((Arc::clone(&device.path), device.lost()?)))
@@ -215,8 +215,8 @@ impl Volume {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false for a raw device, and if
-    /// a file system has no room. The size of the volume then does not change.
+    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, and keeps the
+    /// size of the volume, if a file system has no room or a raw device is too small.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {

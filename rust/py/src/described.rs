@@ -59,8 +59,8 @@ fn store_log_bytes(
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
-/// Returns the size in bytes of the second places for the gradients of the records `deferred`. A store needs these
-/// places, at its end, to defer updates of these records.
+/// Returns the bytes that second places for the gradients of the records `deferred` take at the end of a store. A store
+/// needs these places to defer updates of these records.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(
@@ -129,8 +129,8 @@ pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
     Format::from_name(name).ok_or_else(|| config_error(py, format!("{name:?} is not the name of a state format")))
 }
 
-/// Returns the state tensors of a record in a format, as (name, dtype, shape). The optimizer is SGD with momentum if
-/// `momentum` is true, and Adam otherwise.
+/// Returns the state tensors that a record has in the format `of_state`, as (name, dtype, shape). The optimizer is SGD
+/// with momentum if `momentum` is true, and Adam otherwise.
 #[pyfunction]
 fn store_state_in(
     py: Python<'_>,
@@ -147,8 +147,8 @@ fn store_state_in(
 
 /// The largest size in bytes of the user's value in a commit.
 const USER_BYTES_MAX: u32 = 64 << 10;
-/// The largest size in bytes of the hyperparameters in a commit. They include the position of a trainer, which may take
-/// half of these bytes.
+/// The largest size in bytes of the hyperparameters in a commit. The hyperparameters include the position of a trainer,
+/// which may take half of these bytes.
 const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {

@@ -15,8 +15,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 const NAME: &CStr = c"dltensor";
 const UNSIGNED: u8 = 1;
 
-/// `DLTensor` of dlpack.h, with its nested structs. This is the layout of the `DLPack` versions before 1.0, which every
-/// version of torch accepts.
+/// `DLTensor` of dlpack.h, with its nested structs. Every version of torch accepts this layout, which `DLPack` had
+/// before version 1.0.
 #[repr(C)]
 struct Tensor {
     data: *mut c_void,

@@ -38,8 +38,8 @@ pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bo
 
 /// The largest number of bytes of gradients in the queue, by default.
 const QUEUE_BYTES: usize = 256 << 20;
-/// The default number of staging chunks. Twelve chunks keep a disk about as busy as pure I/O does. Four chunks reach
-/// only 0.8 of this speed.
+/// The default number of staging chunks. With twelve chunks, a disk is about as fast as with pure I/O. With four
+/// chunks, it is only 0.8 times as fast.
 const CHUNKS: usize = 12;
 const ONE: NonZeroUsize = NonZeroUsize::MIN;
 /// The alignment of the memory that a unit is fetched into.
@@ -86,16 +86,16 @@ impl Engine {
         self.store.bind(py)
     }
 
-    /// Replays the gradient log of a store that was not closed. Applies the logged gradients, then writes and commits
-    /// the records that they change.
+    /// Replays the gradient log of a store that was not closed: applies the logged gradients, then writes and commits
+    /// the updated records. Returns False if the store has no log.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         watched(py, progress, |progress| self.inner.replay(progress))
     }
 
-    /// Queues a job that writes a record's first values and state. For a state tensor that is None, the job writes
-    /// zeros, or the values if the tensor is a float32 master of the record's shape. `wide` is (master, first moment,
-    /// second moment). An entry may be a float32 tensor if the record's format stores this part in fewer bits;
+    /// Queues a job that writes a record's first values and state. If a tensor in `state` is None, the job writes the
+    /// values for a float32 master of the record's shape, and zeros for any other tensor. `wide` is (master, first
+    /// moment, second moment). An entry may be a float32 tensor if the record's format stores this part in fewer bits;
     /// otherwise the entry is None.
     fn fill_at(
         &self,
@@ -184,6 +184,7 @@ impl Engine {
 
     /// Queues an update of a record by a Python function. If `gradient` is None, the function gets the spilled
     /// gradient. Otherwise the function already has the gradient, and the engine only counts the bytes of `gradient`.
+    /// `how` is (whole, wide, `after_commit`): see `FunctionInput` and `Application::after_commit`.
     fn apply_at(
         &self,
         name: &Bound<'_, PyString>,
@@ -208,7 +209,7 @@ impl Engine {
     }
 
     /// Defers an update to the next step. The update will multiply the spilled gradient by each of `factors`. The
-    /// commit of the current step names the gradient.
+    /// current step commits the gradient.
     ///
     /// Returns False if the update cannot be deferred, because the record is in RAM or has no second place
     /// (`Store.keep_places`).

@@ -52,5 +52,6 @@ fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<Co
     Ok(found.map(|(commits, damage)| (commits.into_iter().map(named).collect(), damage.map(|error| error.to_string()))))
 }
 
-/// A commit, as (generation, run, kept). `kept` is false if later commits in memory may have overwritten the commit.
+/// A commit, as (generation, run, kept). `kept` is false if later commits may have overwritten the commit: the store
+/// has durability "none", and was not closed after this commit.
 type CommitId = (u64, SharedRun, bool);

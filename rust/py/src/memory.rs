@@ -361,7 +361,8 @@ fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
 }
 
-/// Marks the start of a backward. Call this before each backward. The first call sets the baseline for the first step.
+/// Call this before each backward. The first call records how much memory the process has touched so far, and the first
+/// `end_heap_step` counts only the memory that the process touches later.
 #[pyfunction]
 fn begin_heap_backward() {
     mem::begin_heap_backward();

@@ -22,7 +22,8 @@ fn lent(py: Python<'_>, function: &Py<PyAny>, start: usize, nbytes: usize) -> Py
     let (address, first, count) = function.call1(py, (start, nbytes))?.extract::<(usize, usize, usize)>(py)?;
     let inside = first <= start && start + nbytes <= first.saturating_add(count);
     let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
-    let address = address.ok_or_else(|| PyValueError::new_err("window() must lend the requested bytes, 8-aligned"))?;
-    // SAFETY: `memascend.engine.Lent` keeps the bytes valid and unchanged until the next call of its function.
+    let address =
+        address.ok_or_else(|| PyValueError::new_err("window() must lend the requested bytes, aligned to 8 bytes"))?;
+    // SAFETY: `memascend.storage.records.Lent` keeps the bytes valid and unchanged until the next call of `window`.
     Ok(unsafe { Window::new(address, first, count) })
 }

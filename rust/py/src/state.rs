@@ -22,8 +22,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(state_update, module)?)
 }
 
-/// Decodes state of a format into fp32 tensors. `wide` has the tensors for master weights, first and second moment. A
-/// tensor that is None is skipped.
+/// Decodes state in the format `of_state` into fp32 tensors. `wide` has the tensors for master weights, first and
+/// second moment. A tensor that is None is skipped.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a format, its tensors and the fp32 tensors")]
 fn state_decode(

@@ -115,7 +115,7 @@ impl Store {
         self.known(record)?;
         let name = &self.description.records[record].name;
         let unknown =
-            || Error::Usage(format!("the gradient of {name:?} was not begun, or was discarded: begin it again"));
+            || Error::Usage(format!("no append of the gradient of {name:?} is open: call begin_append first"));
         let (generation, dtype) = {
             let index = self.index.lock();
             (index.generation + 1, index.log.appended.get(&record).ok_or_else(unknown)?.dtype)
@@ -124,7 +124,8 @@ impl Store {
         if chunk >= self.layout.chunks_of(record) || buffer.len() as u64 != wanted {
             let (got, chunks) = (buffer.len(), self.layout.chunks_of(record));
             return Err(Error::Invalid(format!(
-                "chunk {chunk} of {chunks} of the gradient of {name:?} needs a buffer of {wanted} bytes, not {got}"
+                "chunk {chunk} of the gradient of {name:?} needs a buffer of {wanted} bytes, not {got}; the gradient \
+                 has {chunks} chunks, counted from 0"
             )));
         }
         let sum = self.gradient_sum((record, chunk), generation, &bytes_of(&buffer)[..used as usize]);

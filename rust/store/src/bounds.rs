@@ -7,7 +7,8 @@ use crate::{
     layout::PAGE_BYTES,
 };
 
-/// The largest size in bytes of a name. The names that torch gives to parameters are paths of modules, and far shorter.
+/// The largest size in bytes of a name. The names that torch gives to parameters are paths of modules, and are far
+/// shorter than this limit.
 pub(crate) const NAME_BYTES_MAX: usize = 1024;
 /// The largest number of dimensions of a tensor. torch allows 64. No known model has a tensor of more than 8.
 pub(crate) const RANK_MAX: usize = 16;
@@ -155,8 +156,8 @@ impl Record {
         self.checked_format()
     }
 
-    /// Rejects a state tensor with a grain whose shape does not have one item for each `grain` elements of the record.
-    /// Also rejects a grain that does not divide `chunk`. Accepts every tensor without a grain (`grain == 0`).
+    /// Rejects a state tensor with a grain in two cases: the tensor's shape does not give one item for each `grain`
+    /// elements of the record, or the grain does not divide `chunk`. Accepts every tensor without a grain.
     fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
         let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
         let fits = match grain {

@@ -1,4 +1,4 @@
-//! Exposes the catalog's parsers on plain bytes, for fuzzing.
+//! Exposes the catalog's parsers for fuzzing. Each parser takes plain bytes.
 
 use crate::{
     Description, Head, head, label,
@@ -29,8 +29,8 @@ fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
 }
 
 /// Adds a valid magic, uuid and checksum to `bytes`, so that fuzzing reaches the parser of the fields. Parses `bytes`
-/// as the fields of a root, and returns the root's generation. Fails if the fields are malformed, if the root uses an
-/// unknown feature, or if the root changes when it is encoded and read again.
+/// as the fields of a root, and returns what [`parse_root`] returns. Fails if the fields are malformed, if the root
+/// uses an unknown feature, or if the root changes when it is encoded and read again.
 pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     let uuid = [0; 16];
     let read = |page: &[u8]| found(page, &uuid);

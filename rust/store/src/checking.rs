@@ -38,8 +38,8 @@ struct Checked(Guarded<bool>);
 /// memory.
 pub struct Checking<B: Buffer + Sync> {
     part: Arc<PartFetch<B>>,
-    /// Says whether a thread of [`Checkers`] has verified the part. `None` if no such thread verifies the part: then
-    /// the caller of [`Checking::wait`] verifies the part there.
+    /// Says whether a thread of [`Checkers`] has verified the part. `None` if [`Checking::wait`] verifies the part
+    /// instead.
     checked: Option<Arc<Checked>>,
 }
 

@@ -30,8 +30,8 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&bound), bytes)
 }
 
-/// Returns the text of an error about data whose checksum is `got` instead of `wanted`. `memascend store verify` cuts
-/// the advice, from ". Run" on.
+/// Returns the text of an error about data whose checksum is `got` instead of `wanted`. `memascend store verify` shows
+/// only the text before ". Run".
 pub(crate) fn mismatch(got: u64, wanted: u64) -> String {
     format!(
         "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \

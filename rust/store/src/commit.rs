@@ -3,9 +3,11 @@
 //!
 //! [Note: Root last] The root of generation `g + 1` is written only after a flush of everything that this root names.
 //! Nothing that root `g` names is overwritten before root `g + 1` is durable. So after a crash the store has either the
-//! whole previous step or the whole new step. With [`Durability::None`] one commit writes a durable root that is marked
-//! as unclosed. Later commits write no table and no root, and overwrite the slots that both roots name. At the end,
-//! [`Store::close`] writes the table and a root of the last commit.
+//! whole previous step or the whole new step.
+//!
+//! With [`Durability::None`] one commit writes a durable root that marks the store as unclosed. Later commits write no
+//! table and no root, and overwrite slots that the roots on storage name. [`Store::close`] then writes the table and a
+//! root of the last commit.
 
 use std::sync::Arc;
 
@@ -122,9 +124,9 @@ impl Store {
         result
     }
 
-    /// Drops staged records. With [`Durability::None`], the last commit is only in memory until then: this call also
-    /// makes that commit durable. Afterwards the store can still be read, but nothing can be staged. If a record is not
-    /// settled, the store stays unclosed with [`Durability::None`], and the next open rejects the store.
+    /// Drops staged records. Afterwards the store can still be read, but nothing can be staged. With
+    /// [`Durability::None`], the last commit may be only in memory: this call makes that commit durable. But if a
+    /// record is not settled, this call writes no closing root, and the next open rejects the store as unclosed.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {

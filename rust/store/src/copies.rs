@@ -32,8 +32,8 @@ pub(crate) struct Damage {
 }
 
 /// Returns the uuid of the store that the devices of a volume belong to. Reads the first label of each device, and the
-/// second label of a device whose first label is damaged or missing. Rejects devices that belong to several stores, and
-/// devices in a wrong order.
+/// second label of a device whose first label is damaged or missing. Rejects devices that do not all belong to one
+/// store, and devices in a wrong order.
 pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid> {
     let mut uuid = None;
     let mut damaged = Vec::new();

@@ -28,8 +28,8 @@ pub enum Error {
         why: String,
     },
 
-    /// The store never had a commit: the process that created the store ended during its first write. Nothing was
-    /// changed.
+    /// The store never had a commit: the process that created the store ended during the store's first write. Nothing
+    /// was changed.
     #[error(
         "{}: this store is incomplete because its first write did not finish. There is nothing to resume: \
          pass existing=\"replace\" to create the store again",

@@ -9,8 +9,7 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 /// A read of a unit's values into memory.
 ///
 /// While the devices read the slots of a `Fetch`, nothing is staged into these slots: [`Store::begin`] waits until the
-/// devices have ended the reads. The caller need not have called [`Fetch::wait`] for this. Dropping a `Fetch` waits for
-/// the devices.
+/// devices have ended the reads, even if nobody calls [`Fetch::wait`]. Dropping a `Fetch` waits for the devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
     /// `None` if no record of the unit has values.

@@ -16,8 +16,8 @@ pub enum Format {
     /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored. Its upper half,
     /// rounded to nearest even, is the bfloat16 value, and the state tensors [`COMPACT`] have the rest.
     Compact,
-    /// A compact master weight and a momentum in float32. A momentum needs its sign bit, so the bits of the state
-    /// tensor `rounded_up` mark the values that were rounded up.
+    /// A compact master weight and a momentum in float32. The momentum's sign bit is in use and cannot mark the values
+    /// that were rounded up, so the bits of the state tensor `rounded_up` mark these values.
     CompactSingle,
     /// A compact master weight; moments in bfloat16.
     CompactBf16,
@@ -212,7 +212,8 @@ mod tests {
         }
     }
 
-    /// Returns the size in bytes of the state for 64 elements of a large record.
+    /// Returns the size in bytes of the state for 64 elements of a large record; `None` if `format` is not defined for
+    /// `dtype`.
     fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
         let record = Record { shape: vec![1 << 20], ..values(dtype) };
         let state = record.state_in(format, momentum).ok()?;

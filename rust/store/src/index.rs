@@ -37,8 +37,7 @@ pub(crate) struct Slots {
     /// The sum of the checksums of the staged extents. The sum does not depend on the store's uuid, so that stores can
     /// be compared. 0 for a record that [`Store::compare`](crate::Store::compare) did not select.
     pub(crate) digest: u64,
-    /// The version and the count of updates of the newest state, if only the RAM tier has this state. The live slot is
-    /// then older. Otherwise `None`.
+    /// If only the RAM tier has the newest state: the version and the count of updates of this state. Otherwise `None`.
     pub(crate) applied: Option<(u64, u64)>,
 }
 
@@ -299,7 +298,7 @@ impl Index {
             Phase::Broken(error) => Err(Error::Broken(Arc::clone(error))),
             Phase::Closed => Err(closed()),
             Phase::Previous { .. } => {
-                Err(Error::Usage("the store is at the previous commit: drop the newest commit first (go_back)".into()))
+                Err(Error::Usage("the store is at the previous commit: drop the newest commit with go_back()".into()))
             }
             Phase::Committing => Err(Error::Usage("a commit is in progress: wait until it has ended".into())),
         }

@@ -90,7 +90,7 @@ pub struct Layout {
     slot_bytes: u64,
     spill_bytes: u64,
     extents: u32,
-    /// The offset in the volume at which the last part ends, of the parts whose offsets are in the root.
+    /// The offset in the volume at which the last part in `places` ends.
     end: u64,
 }
 
@@ -203,8 +203,8 @@ impl Layout {
         self.devices.with_second_labels(self.end)
     }
 
-    /// Returns the offset at which the last part ends, of the parts whose offsets are in the root. After this offset
-    /// come the second places for gradients, and the log.
+    /// Returns the offset at which the last part in `places` ends. The second places for gradients, and the log, come
+    /// after this offset.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }

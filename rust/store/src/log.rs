@@ -23,13 +23,15 @@ pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
     /// The records that may append gradients, each with the turn in which the record is written whole.
     pub(crate) members: BTreeMap<usize, Member>,
-    /// The number of turns. Each member is written whole once within `steps` steps.
+    /// The number of turns. The turns repeat every `steps` steps, so that each member is written whole once in `steps`
+    /// steps.
     pub(crate) steps: u32,
     /// The largest size in bytes of a log head.
     pub(crate) head_bytes_max: u64,
     /// The indices, in ascending order, of the records whose updates may be deferred to the next step.
     pub(crate) deferred: Vec<usize>,
-    /// The number of steps with a head since the store was opened.
+    /// The number of commits with a log head since the store was opened. The turn of a step is this number modulo
+    /// `steps`.
     pub(crate) turn: u64,
     /// The state of the log after the last commit.
     pub(crate) live: Live,
@@ -61,7 +63,7 @@ pub(crate) struct Live {
     pub(crate) spilled_in: u64,
 }
 
-/// A record's committed gradients, as far as they are not applied in the record's live slot.
+/// The committed gradients of a record that are not applied in the record's live slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ahead {
     /// The generation of the first head that names one of these gradients.
@@ -151,7 +153,7 @@ impl GradientLog {
     }
 
     /// True if the next commit should write the record whole. False if all committed gradients are applied in the
-    /// record's live slot. Otherwise true in the record's turn, and once `steps` heads have been written since the
+    /// record's live slot. Otherwise true if it is the record's turn, or if `steps` heads have been written since the
     /// first gradient that is not applied.
     pub(crate) fn is_due(&self, record: usize, member: Member) -> bool {
         let Some(ahead) = self.live.ahead.get(&record) else { return false };
@@ -192,7 +194,7 @@ impl GradientLog {
         for &LoggedUpdate { record, rule, step } in &listed.updates {
             let Some(appended) = self.appended.get(&record) else {
                 return Err(Error::Usage(format!(
-                    "record {record} is named, and its gradient was not appended: append the gradient first"
+                    "the step names record {record}, whose gradient was not appended: append the gradient first"
                 )));
             };
             if rule as usize >= listed.rules.len() || step == 0 || listed.rules.len() > listed.updates.len() {

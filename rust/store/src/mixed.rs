@@ -57,8 +57,8 @@ impl Store {
     }
 
     /// Returns every live extent in the order of sampling: the first extent of each record, then the second extent of
-    /// each record, and so on. Each round begins with the record of the newest version, then takes the record of the
-    /// oldest version, of the second newest version, of the second oldest version, and so on.
+    /// each record, and so on. Each round takes the records by their versions: the newest, the oldest, the second
+    /// newest, the second oldest, and so on.
     ///
     /// This order finds a wrong copy early. An older copy of a device does not have the extents with the newest
     /// versions. In a newer copy, or in a copy from another continuation of the run, the extents with the oldest

@@ -25,7 +25,7 @@ use crate::{
     root::{self, Beside, Found, Root, Run},
 };
 
-/// A function that checks that the description found in a store is the description that the caller expects.
+/// A function that returns an error if the description found in a store is not the one that the caller expects.
 pub(crate) type Fits<'a> = dyn Fn(&Description) -> Result<()> + 'a;
 /// A function that receives the bytes verified so far and the total, and returns `false` to end the verification.
 pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
@@ -43,8 +43,8 @@ pub(crate) enum Page {
 }
 
 impl Page {
-    /// Returns the value that describes this page in the `beside` field of the next root. [`Store::go_back`] writes a
-    /// mark over a damaged page before the next root is written.
+    /// Returns what the next root states about this page in its field `beside`. A damaged page counts as marked,
+    /// because [`Store::go_back`] writes a mark over it before the next root is written.
     fn beside(&self) -> Beside {
         match self {
             Self::Blank | Self::Damaged(_) | Self::Marked => Beside::Mark,
@@ -128,8 +128,8 @@ impl Roots {
         self.damaged().map_or_else(|| self.any(), |(_, error)| Err(error.clone()))
     }
 
-    /// Returns the root before the newest root or, if one page is damaged, the whole root. Also returns the slot of the
-    /// other page, over which [`Store::go_back`] writes a mark.
+    /// Returns the older of two whole roots or, if a page is damaged, the only whole root. Also returns the slot of the
+    /// page that does not hold the returned root: [`Store::go_back`] writes a mark over this page.
     fn previous(&self) -> Result<(Root, u64)> {
         match (self.whole().as_slice(), self.damaged()) {
             ([_, older], _) if older.is_unclosed => refused(&self.path, NEVER_CLOSED),
@@ -137,7 +137,7 @@ impl Roots {
             ([newest, older, ..], _) => Ok((older.clone(), newest.generation & 1)),
             ([only], Some((slot, _))) => Ok((only.clone(), slot)),
             ([_], None) => Err(Error::Invalid(format!(
-                "the store at {} holds one commit and none before it: open it with existing=\"resume\"",
+                "the store at {} holds one commit and none before it: open the store with existing=\"resume\"",
                 self.path.display()
             ))),
             ([], _) => self.any().map(|root| (root, 0)),
@@ -155,9 +155,9 @@ fn has_second_labels(volume: &Volume, devices: Devices, uuid: &Uuid) -> bool {
     })
 }
 
-/// If one page is blank and the other page has a whole root, returns the slot of the blank page, and the reason why
-/// that page counts as damaged. The field `beside` of a root states what the other page held. So the blank page has
-/// lost its content, which may have been the newer root.
+/// If one page is blank and the other page has a whole root, returns the slot of the blank page, and why this page
+/// counts as damaged: when the root was written, the blank page held a mark or a root, as the root's field `beside`
+/// states. The lost content may have been a newer root. In all other cases, returns `None`.
 fn lost(pages: &[Page; 2]) -> Option<(usize, String)> {
     let (slot, root) = match pages {
         [Page::Blank, Page::Whole(root)] => (0, root),
@@ -180,7 +180,7 @@ fn damaged_page(devices: Devices, slot: u64, path: &Path, why: String) -> Page {
 pub struct CommitId {
     /// The number of the commit in this store, from 1.
     pub generation: u64,
-    /// The run to which the commit belongs, if the run has several ranks. See [`Run`].
+    /// The run of several ranks to which the commit belongs. All fields are zero if the run has one rank.
     pub run: Run,
     /// False if later commits in memory may have overwritten the commit: the store has durability "none", and was not
     /// closed after this commit.

@@ -36,9 +36,9 @@ pub enum Existing {
     Resume,
     /// Create a new store in place of the existing store. Files and devices with other data are never overwritten.
     Replace,
-    /// Open the commit before the last commit or, if one root is damaged, the commit of the whole root. The opening
-    /// verifies every byte of the opened commit, then overwrites the root of the other commit with a mark. Fails if
-    /// there is no store.
+    /// Open the commit before the last commit. If one root is damaged, open the commit of the undamaged root instead.
+    /// The opening verifies every byte of the opened commit, then overwrites the other root with a mark. Fails if there
+    /// is no store.
     Previous,
 }
 
@@ -204,9 +204,9 @@ impl Store {
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // First overwrite the former store's roots with marks. Without a root, the second labels that the former store
-        // left behind are ignored when a store is opened. Overwrite the newest root last: if the process is killed in
-        // between, the remaining root still names the former store's last commit.
+        // First overwrite the former store's roots with marks, because an opening ignores second labels whose store has
+        // no root. Overwrite the newest root last: if the process is killed in between, this root still names the
+        // former store's last commit.
         if let Some(label) = former {
             let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
@@ -353,8 +353,8 @@ fn require_store(there: &PathState, paths: &[PathBuf]) -> Result<Label> {
     Ok(label.unwrap_or_else(|| unreachable!("`decide` rejects paths without a store")))
 }
 
-/// Looks for the first label of a former store that had the same number of devices. Returns `None` if no device of the
-/// volume has one.
+/// Returns the label of a former store that had the same number of devices. Reads only the first label of each device.
+/// Returns `None` if no device has such a label.
 fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     for index in 0..devices.count {
         let found = label::read(&bytes_at(volume, devices.label_offset(index), PAGE_BYTES)?);

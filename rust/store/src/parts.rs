@@ -55,7 +55,7 @@ struct PartLayout {
 
 struct PartExtent {
     record: usize,
-    /// Index in `Reading::holds`; `None` if the record is behind. The engine then computes the record's values.
+    /// Index in `Reading::holds`; `None` if an update of the record is deferred: the engine then computes the values.
     hold: Option<usize>,
     /// Number of the extent in the record.
     number: u32,
@@ -83,8 +83,8 @@ struct InFlight<B: Buffer + Sync> {
     index: usize,
 }
 
-/// Consecutive chunks of a record that is behind. They lie in a part, but [`Parts::begin`] does not read them: the
-/// caller computes the values of these chunks.
+/// Consecutive chunks, in a part, of a record with a deferred update. [`Parts::begin`] does not read these chunks: the
+/// caller computes their values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeferredRun {
     /// The record of the chunks.
@@ -100,8 +100,8 @@ pub struct DeferredRun {
 }
 
 impl Store {
-    /// Returns the values of a unit at the last commit, in parts of at most `bytes_max` bytes. Settles the records of
-    /// the unit that are behind. Reads no values yet.
+    /// Returns the values of a unit at the last commit, in parts of at most `bytes_max` bytes. Reads no values yet, but
+    /// settles the unit's records that are behind. See [Note: Deferred updates] in `newest_state.rs`.
     pub fn parts(self: &Arc<Self>, unit: usize, bytes_max: u64) -> Result<Parts> {
         self.settled(self.records_of(unit))?;
         self.parts_without(unit, bytes_max, &[])
@@ -352,7 +352,7 @@ impl<B: Buffer + Sync> InFlight<B> {
 
 impl<B: Buffer + Sync> Drop for InFlight<B> {
     fn drop(&mut self) {
-        // `Parts::begin` may have failed after it had begun some of the reads.
+        // Wait until no device writes to `memory`: if `Parts::begin` failed, some reads may be in flight.
         for ticket in &self.tickets {
             while !ticket.is_done() && ticket.wait_until(Wait::forever()).is_err() {}
         }

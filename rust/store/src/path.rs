@@ -298,8 +298,8 @@ fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<L
         };
         (0..devices.count).map(|index| label(index).filter(is_ours)).collect()
     };
-    // First try labels whose store has a whole root: a second label that a former store left at another place has no
-    // root.
+    // First accept only labels whose store has a whole root. The second labels of a former store, which may be at
+    // places of another geometry, have no root.
     let tried = [true, false].into_iter().flat_map(|with_root| geometries.iter().map(move |&of| (of, with_root)));
     let mut found = tried.map(|(devices, with_root)| of(devices, with_root));
     found.find(|labels| labels.iter().any(Option::is_some)).unwrap_or(nothing)

@@ -77,7 +77,9 @@ impl Store {
     pub fn hold(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
         if self.index.lock().has_ram_only_state() {
             return Err(Error::Usage(
-                "only memory has the newest values of parameters kept in RAM: close the store first".into(),
+                "only memory has the newest values of parameters kept in RAM, so the choice of these parameters cannot \
+                 change: close the store, which writes these values, and open the store again"
+                    .into(),
             ));
         }
         self.index.lock().ram_tier = None;
@@ -278,8 +280,8 @@ impl Store {
         self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }
 
-    /// Compares the checksum of a chunk of values in memory with the checksum of the chunk's version. If they differ,
-    /// marks the record's values as stale and fails.
+    /// Checks a chunk of values in memory against the checksum that was noted when the chunk was last updated. If the
+    /// checksums differ, marks the record's values as stale and fails.
     pub(crate) fn check_in_ram(&self, ram_tier: &RamTier, record: usize, chunk: u32) -> Result<()> {
         let number = (self.layout.record(record).first_extent + chunk) as usize;
         let (version, stored) = {
@@ -302,13 +304,14 @@ impl Store {
     pub(crate) fn written_in_place(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         Error::Usage(format!(
-            "the values of {name:?} were written to in place while the model computed, unseen by torch (with .data?): \
-             call zero_grad(), and change values only within memascend.materialized(model, modify=True)"
+            "the values of {name:?} were written to in place while the model computed, in a way that torch cannot \
+             detect, such as .data: call zero_grad(), then change the values within \
+             memascend.materialized(model, modify=True)"
         ))
     }
 
-    /// Checks an extent that was copied from memory against the checksum of the slot. Skips the check if memory has the
-    /// only copy of this version.
+    /// Checks `bytes`, a copy of an extent in memory, against the checksum of the extent in the slot of `hold`. Skips
+    /// the check if memory has the only copy of this version.
     pub(crate) fn check_copy(&self, hold: &Hold<&Self>, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         if hold.alone || hold.check(extent, bytes, place).is_ok() {
             return Ok(());

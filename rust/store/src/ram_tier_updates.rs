@@ -174,7 +174,7 @@ impl Store {
     }
 
     /// Abandons the versions that only memory has. If there are any, nothing can be committed from then on, the store
-    /// stays unclosed, and the next opening reports this.
+    /// stays marked as unclosed, and the next opening reports that the store was not closed.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
         if index.has_ram_only_state() {

@@ -1,4 +1,5 @@
-//! Reads the log: the chain of heads that starts at a root, and the gradients that are not applied in live slots.
+//! Reads the log. Each step in the log has a head, which names the step's gradients and the head before it. The root
+//! names the newest head.
 
 use std::{
     collections::BTreeMap,
@@ -126,8 +127,8 @@ impl Store {
     /// Reads and checks every gradient that is not applied in a live slot. The heads were checked when the store was
     /// opened.
     ///
-    /// `keep_going` is called after each chunk and returns `false` to stop. `damaged` receives the error of each chunk
-    /// that is not whole, and returns an error to stop.
+    /// `keep_going` is called after each chunk and returns `false` to stop. `damaged` receives the error of each
+    /// damaged or unreadable chunk, and returns an error to stop.
     pub(crate) fn verify_log(
         &self,
         keep_going: &mut dyn FnMut() -> bool,

@@ -1,4 +1,4 @@
-//! Sizes the log and the second places for spilled gradients, and schedules when each record is written whole.
+//! Makes space for the log and for the second places of spilled gradients. Schedules when each record is written whole.
 //!
 //! [Note: Turns] A record's gradients stay in the log until the record is written whole. Each record has a turn, 0 to
 //! `steps - 1`, and is written whole once in `steps` steps. Each turn has about the same number of bytes. `steps` is

@@ -84,8 +84,8 @@ pub struct Run {
     pub id: [u8; 16],
     /// The number of the commit, equal on all ranks. The generation of the commit can differ from rank to rank.
     pub commit: u64,
-    /// Distinguishes the commit from a commit of the same number in another continuation of the run. Equal on all
-    /// ranks.
+    /// Differs from the identity of a commit with the same number that another continuation of the run made. Equal on
+    /// all ranks.
     pub identity: [u8; 16],
     /// The rank that owns the store. The store has the rows of shard `rank % ranks`.
     pub rank: u32,

@@ -180,9 +180,10 @@ impl Store {
     }
 
     /// Begins to spill a gradient. If `adds` is true, the caller will write the sum of this gradient and the gradient
-    /// that was spilled before. Chooses a place that the newest commit does not name. From then until the caller calls
-    /// [`Store::set_spilled`], the record counts as having no spilled gradient, but the caller can read each chunk of
-    /// the earlier gradient until it writes that chunk.
+    /// that was spilled before. Chooses a place that the newest commit does not name.
+    ///
+    /// The record counts as having no spilled gradient until the caller calls [`Store::set_spilled`]. The caller can
+    /// still read a chunk of the earlier gradient until the caller writes the chunk with the same number.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;

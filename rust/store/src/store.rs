@@ -35,7 +35,8 @@ pub enum Durability {
 /// The size in bytes of each of the two buffers through which the catalog is read and written.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
-/// A function that settles the given records, all of which are behind. It returns once these records are settled.
+/// A function that settles the given records, all of which are behind, and then returns. See [Note: Deferred updates]
+/// in `newest_state.rs`.
 pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
 
 /// Training state on SSD. See the crate's documentation.
@@ -101,7 +102,7 @@ pub struct Info {
     pub step: u64,
     /// The run to which the last commit belongs, if the run has several ranks. See [`Run`].
     pub run: Run,
-    /// The user's value of the last commit.
+    /// The user's value as of the last commit: any text.
     pub user: String,
     /// The hyperparameters of the last commit.
     pub hyperparameters: String,

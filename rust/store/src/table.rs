@@ -138,7 +138,7 @@ impl Sections {
     }
 }
 
-/// Returns the checksum over the checksums of all pages, which detects a page of another generation.
+/// Returns the checksum over the checksums of all pages. This checksum detects a page of another generation.
 pub(crate) fn table_checksum(uuid: &Uuid, generation: u64, page_sums: &[u64]) -> u64 {
     let bytes: Vec<u8> = page_sums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
     checksum(uuid, Subject::TablePages, (0, 0), generation, &bytes)

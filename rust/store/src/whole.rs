@@ -26,7 +26,7 @@ impl Store {
         Ok(std::iter::once(values).chain(state).map(|bytes| bytes as usize).collect())
     }
 
-    /// Stages a whole record with its state after update number `step`, from its tensors in the order of
+    /// Stages a whole record. `tensors` has the record's tensors after update number `step`, in the order of
     /// [`Store::tensor_bytes`].
     pub fn stage_record(&self, record: usize, step: u64, tensors: &[&[u8]], wait: Wait<'_>) -> Result<()> {
         self.fitting(record, &tensors.iter().map(|tensor| tensor.len()).collect::<Vec<_>>())?;
@@ -68,15 +68,18 @@ impl Store {
             return Ok(());
         }
         let name = &self.description.records[record].name;
-        Err(Error::Invalid(format!("the tensors of {name:?} need {wanted:?} bytes, not {lengths:?}")))
+        Err(Error::Invalid(format!(
+            "the tensors of {name:?} need {wanted:?} bytes, not {lengths:?}: give each tensor with the shape and dtype \
+             of the description"
+        )))
     }
 
     /// For each tensor with bytes in an extent, returns the range of these bytes.
     pub(crate) fn runs(&self, record: usize, extent: &Extent) -> Vec<TensorRun> {
         let described = &self.description.records[record];
         let chunk_elements = self.description.chunk_elements as usize;
-        // Yields the numbers, from 1, of the state tensors with a grain if `chunked` is true. Otherwise yields the
-        // numbers of the state tensors without a grain.
+        // Yields the numbers, counted from 1, of state tensors: if `chunked` is true, of those with a grain, otherwise
+        // of those without a grain.
         let places = |chunked: bool| {
             let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)

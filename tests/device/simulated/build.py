@@ -37,7 +37,7 @@ def headers() -> Path:
 
 @functools.cache
 def folder() -> Path:
-    """Builds the library under the file name of the CUDA driver, unless it is built already; returns its folder."""
+    """Builds the library libcuda.so.1 unless the library exists; returns the folder of the library."""
     include = headers()
     if shutil.which("g++") is None:
         raise Unavailable("g++ is missing: apt-get install g++")

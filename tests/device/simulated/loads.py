@@ -1,4 +1,4 @@
-"""Imports Triton and hashes its files (0.5 s) before programs are forked, so that the programs need not do this."""
+"""Imports Triton and hashes Triton's files once, before programs are forked, because each program would need 0.5 s."""
 
 import triton.experimental.gluon  # noqa: F401
 from triton.runtime import cache

@@ -115,10 +115,10 @@ class Twin:
         return {name: runtime.hashed(twin) for name, twin in self.by_name.items()}
 
     def step(self, step, batches=(None,)):
-        """Steps with the patterns that `Use` writes as gradients.
+        """Makes a step. The gradients are the patterns that `Use` writes.
 
-        Each item of `batches` stands for a micro-batch: it is the number of the block that the micro-batch skips, or
-        None.
+        Each item of `batches` stands for a micro-batch. The item is the number of the block that the micro-batch skips,
+        or None.
         """
         twins = list({id(twin): twin for twin in self.by_name.values()}.values())
         for twin in twins:

@@ -104,7 +104,7 @@ def filled(shape, element):
 
 
 def begin_check(tensors, sums):
-    """Stands in for `kernels.begin_check`. Also queues sums by the library: kernels compute nothing here."""
+    """Replaces `kernels.begin_check`. Kernels compute nothing here, so `simulated_check` computes the sums."""
     _begin_check(tensors, sums)
     for tensor, row in zip(tensors, sums, strict=True):
         assert tensor.dtype == torch.float32

@@ -77,7 +77,7 @@ sys.modules["trl"] = None
 @LONG
 @pytest.mark.timeout(600)
 def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture builds the library
-    """The benchmark's cells for memascend and for torch must complete steps on the simulated device."""
+    """On the simulated device, the benchmark must complete steps with memascend and with torch."""
     shape = {
         "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048, "tie_word_embeddings": True,

@@ -77,7 +77,8 @@ def tiles(dtype):
     few = torch.zeros(TILE, dtype=dtype)
     few[::97] = 2.0**-12
     mixed = torch.where(torch.arange(TILE) % 5 == 0, least, full)
-    # The grid of the first tile has room for a factor of two. The other tiles set the highest bits of this grid.
+    # The first tile determines a grid (see squares_jit.py) that also has room for values twice as large. The other
+    # tiles have such values, which set the highest bits of the grid.
     highest = torch.cat([full, full.repeat(CHUNK // TILE - 1) * 2])
     # For each power of two, three values: with one significant bit, with the first and the last bit, and with all bits.
     powers = 2.0 ** -torch.arange(64.0)[:, None] * torch.tensor([1, 1 + limits.eps, 2 - limits.eps])
@@ -132,7 +133,7 @@ def test_a_result_that_overflows_its_dtype_is_found():
     assert tensor.isinf().all()
 
 
-# In the magnitude `1 - 2.0**-24`, all bits are set, and these bits have the highest position in their grid.
+# All bits of the magnitude `1 - 2.0**-24` are set, and are the highest bits of its grid (see squares_jit.py).
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
     """Here the integer sums of squares on a grid are as large as possible.

@@ -1,4 +1,4 @@
-"""Tests existing="previous", which returns to the commit before the newest: only on request, and only as a whole."""
+"""Tests existing="previous", which opens the commit before the newest commit."""
 
 import json
 

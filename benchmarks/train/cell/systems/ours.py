@@ -58,7 +58,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
     if work.clip is not None:
         options["max_grad_norm"] = work.clip
     if work.dtype == "float16":
-        # memascend has no option for its first loss scale. Its first loss scale is 2^16.
+        # The first loss scale of memascend is always 2^16.
         assert LOSS_SCALE_POWER == 16
     options |= {name: settings[name] for name in ("state", "durability", "activations") if name in settings}
     budget = "1x" if settings.get("smallest") else settings.get("host_memory")

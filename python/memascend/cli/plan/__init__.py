@@ -206,8 +206,7 @@ def ask(options: argparse.Namespace) -> Question:
 def _subject(options: argparse.Namespace) -> Subject:
     """Describes the model.
 
-    For a built-in shape in 16 bits, the import of torch is not needed if AdamW trains the shape on one rank with
-    activation checkpointing.
+    Does not import torch if AdamW trains a built-in shape in 16 bits, on one rank, with activation checkpointing.
     """
     from memascend.cli.plan import builtin
 

@@ -57,8 +57,8 @@ class Question:
     gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes, or the GPU is not named
     # The operations per second that the CPU reaches in matrix products. None: not measured, because a GPU computes.
     processor: float | None = None
-    # A function that replaces `processor` by measurements. It takes a plan and a format of the state. It returns the
-    # seconds of a forward, the seconds of a backward, and the speeds of the host.
+    # A function that measures this machine. It takes a plan and a format of the state, and returns the seconds of a
+    # forward, the seconds of a backward, and the speeds of the host. None: the seconds are estimated.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
     drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, because no drive is named or measured
@@ -205,7 +205,7 @@ class Answer:
 
     @property
     def bound(self) -> str | None:
-        """The kind of work that limits a step for the most seconds, such as "disk"; None: a speed is not known."""
+        """The kind of work, such as "disk", that limits the most seconds of a step; None: a speed is not known."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -258,9 +258,9 @@ def answer(question: Question) -> Answer:
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
     """Returns the ways in which this run can make its updates, and the phases of each way.
 
-    Without clipping, "early" updates are always valid, so a run uses only the way "early". If several micro-batches run
-    one after the other, "early" is excluded, because a Trainer does not tell memascend which micro-batch is the last. A
-    training loop can tell memascend by `accumulation_steps=` of `offload()`, and is then faster than the estimate.
+    If several micro-batches run one after the other, "early" is excluded, because a Trainer does not tell memascend
+    which micro-batch is the last. A training loop can tell memascend by `accumulation_steps=` of `offload()`, and is
+    then faster than the estimate. If "early" is not excluded, and nothing is clipped, "early" is the only way.
     """
     options = question.options
     if "early" not in found:
@@ -388,7 +388,7 @@ def _disk_ways(question: Question, plan: Plan) -> dict[Way, list[Phase]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The seconds of a step with several budgets; only the drive's seconds if the speed of compute is not known."""
+    """The seconds of a step with each budget; only the drive's seconds if the speed of compute is not known."""
 
     now: float  # seconds with the plan's budget
     without: float  # seconds without a RAM tier
@@ -463,8 +463,8 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 
 # The largest number of sequences in a proposed step. Larger steps change how a model learns.
 _SEQUENCES_MAX = 256
-# A step by layer is proposed only if it is much faster than all other steps: the fastest other step computes less than
-# 0.9 times the tokens per second of the step by layer.
+# A step by layer is proposed only if every other step has less than 0.9 times the tokens per second of the step by
+# layer.
 _MUCH_FASTER = 0.9
 # A larger step is proposed only if it computes more than 1.05 times the tokens per second of the present step.
 _FASTER = 1.05
@@ -485,9 +485,9 @@ def propose(question: Question, now: Answer) -> Proposal | None:
     """Proposes a step with the largest micro-batch that fits.
 
     The step has the smallest number of micro-batches with which compute is the longest part of the step. If compute
-    never becomes the longest part, the step has the last number of micro-batches that still makes a step faster. `now`
-    is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already the longest
-    part of a step, if the seconds are not known, or if no larger step is faster.
+    never becomes the longest part, the step has the largest number of micro-batches that still makes it faster per
+    token. `now` is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already
+    the longest part of a step, if the seconds are not known, or if no larger step is faster.
     """
     if now.problems or now.bound in (None, "compute"):
         return None

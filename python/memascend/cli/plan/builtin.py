@@ -81,7 +81,7 @@ class _Sizes:
 
     @property
     def products(self) -> tuple[int, int]:
-        """The number of elements of all matrices that compute a token in a block, and of the last of these matrices."""
+        """The elements of the matrices that compute a token in a block, and how many of them a recomputation skips."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         if self.experts:
             routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)
@@ -264,8 +264,8 @@ def _planned(units: tuple[Unit, ...], parameters: Mapping[str, Sketch], options:
             durability=options.durability,
             staged=options.computes_on != "cpu",
             unplaced=options.paths is None,
-            # A float16 parameter has a separate float32 master weight. The parameter's update reads the master weight,
-            # and only writes the float16 values.
+            # A float16 parameter has a separate float32 master weight. The update reads the master weight, and writes
+            # the float16 values without reading them.
             update_values="never" if narrow else "resident",
         )
     )

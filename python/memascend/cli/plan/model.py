@@ -100,7 +100,7 @@ _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torc
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class in torch.optim with this name. Upper and lower case are the same."""
+    """Returns the class in torch.optim with this name, in upper or lower case."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
@@ -324,8 +324,7 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
             # no values.
             failed = f"{type(model).__name__} cannot be traced without real tensors ({type(error).__name__})"
     if failed:
-        # The failure interrupted activation checkpointing. Its saved-tensor hooks stay active until Python collects
-        # them.
+        # The hooks of the interrupted activation checkpointing stay active until Python collects them.
         gc.collect()
         return failed
     # `_ChunkedLoss` computes nothing, so the products of the LM head are added here. The forward has one product. The

@@ -65,7 +65,7 @@ def _shape(
         "vocab_size": tokens[0],
         "max_position_embeddings": tokens[1],
         "tie_word_embeddings": tied,
-        # In some classes, the default pad_token_id is outside of a small vocabulary. Such an ID is an error.
+        # In some classes, the default pad_token_id is outside of a small vocabulary. torch rejects such an ID.
         "pad_token_id": None,
         **(more or {}),
     }

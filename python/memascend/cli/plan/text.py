@@ -159,7 +159,7 @@ def _larger_step(question: Question, proposal: Proposal, examples: int) -> str:
 
 
 def _changes(question: Question, other: Question) -> str:
-    """Returns the command's options that make the run `other` out of the run `question`."""
+    """Returns the command's options that change the run `question` into the run `other`."""
     options = []
     if other.sequences != question.sequences and not isinstance(other.trace, str):
         options.append(f"--tokens {other.trace.tokens}")
@@ -391,7 +391,7 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 
 def _ram_tier(question: Question, found: Answer) -> list[Row]:
-    """Returns the rows for the seconds of a step without parameters kept in RAM, and with larger budgets."""
+    """Returns one row for the seconds of a step without a RAM tier, and one row for each useful larger budget."""
     plan, forecast = found.plan, forecast_of(question, found)
     if forecast is None:
         return []

@@ -23,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(words=())
 
 
-# At each start, some libraries report on other libraries or on their own defaults. `_LOGGERS` and `_WARNINGS` have the
-# loggers and the warnings of these reports.
+# The loggers and the warnings with which libraries report, at each start, on other libraries or on their own defaults.
 _LOGGERS = ("bitsandbytes", "torch.utils._pytree")
 _WARNINGS = (r"`gradient_checkpointing` is deprecated", r"'pin_memory' argument is set as true but no accelerator")
 

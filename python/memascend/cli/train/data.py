@@ -334,8 +334,8 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
             spans.append((len(before), len(ended) if ended.endswith(special) else len(after)))
     except Exception as error:
         raise ConfigError(
-            f"the chat template cannot be used: {error}. Pass --chat_template_path with a template that contains "
-            "{% generation %}"
+            f"the chat template cannot be used: {error}. Pass --assistant_only_loss, and as "
+            "--chat_template_path a .jinja file that contains {% generation %}"
         ) from error
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     labels = [

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # Matches calls in chat templates that insert the date. Group 2 is the format of the date.
 _TIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# The name of a file in the output folder with a plot of the run's loss and speeds.
+# The name of the picture, in the output folder, that plots the run's loss and speeds.
 _PICTURE = "training.png"
 # The name of a file in the output folder. The file has the time at which the run began, and the store and step of the
 # saved model.
@@ -322,7 +322,7 @@ def _require_exact(trainer: Any) -> None:
         and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
         and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     ):
-        raise ConfigError(f"{name} would mix examples that share a sequence: remove --packing")
+        raise ConfigError(f"{name} would mix examples that share a sequence: pass --packing false")
 
 
 def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:

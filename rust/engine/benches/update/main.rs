@@ -3,13 +3,13 @@
 //! For comparison, the benchmark moves the same bytes through a volume without arithmetic or checksums. It also runs
 //! fio if fio is installed.
 //!
-//! These environment variables configure the benchmark. The variables `_LAYOUT`, `_CHUNK` and `_CHUNKS` accept several
-//! values, separated by commas:
+//! These environment variables configure the benchmark. The variables that end in `_LAYOUT`, `_CHUNK` and `_CHUNKS`
+//! accept several values, separated by commas:
 //! - `MEMASCEND_BENCH_DIR`: the folder for the files (default: the current folder).
 //! - `MEMASCEND_BENCH_MPARAMS`: the number of parameters, in millions.
 //! - `MEMASCEND_BENCH_ROUNDS`: the number of rounds.
-//! - `MEMASCEND_BENCH_LAYOUT`: the layouts to measure: whole (the default), compact, or resident. Resident is compact,
-//!   and the updates get the parameters' values from memory.
+//! - `MEMASCEND_BENCH_LAYOUT`: the layouts to measure: whole (the default), compact, or resident. Resident is the
+//!   compact layout with updates that get the parameters' values from memory.
 //! - `MEMASCEND_BENCH_CHUNK`: the number of elements in a chunk.
 //! - `MEMASCEND_BENCH_CHUNKS`: the number of staging chunks.
 //! - `MEMASCEND_BENCH_FIO=no`: fio does not run.
@@ -94,9 +94,9 @@ impl Case {
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// Runs one step. Measures the update, the plain I/O and fio on one record before the next record, because a disk's
-    /// speed drifts within seconds. The first two steps write each slot for the first time. These writes are slower, so
-    /// the times of the two steps are dropped.
+    /// Runs one step. For each record, measures the update, the plain I/O and fio directly after each other, because a
+    /// disk's speed drifts within seconds. The first two steps write each slot for the first time. These writes are
+    /// slower, so the times of the first two steps are dropped.
     fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
         // All records start from equal values and get equal gradients, so the values of the first record are the values
         // of every record.

@@ -155,8 +155,8 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
     engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
-/// Checks that calls on `engine` return an error about the panic whose message contains `what`. Then closes the engine,
-/// and checks that the store still has its first commit.
+/// Checks that calls on `engine` return an error about the panic, and that the error contains the text `what`. Then
+/// closes the engine, and checks that the store still has its first commit.
 fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
     let patient = || Wait::at_most(PATIENCE);

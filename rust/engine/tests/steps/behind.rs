@@ -125,7 +125,7 @@ fn the_commit_before_is_whole_until_something_is_written() {
     for (name, write) in writes {
         let (life, left, _) = left_behind();
         let of_disk = |existing| resumed(existing, &SimDisk::of(life.disk.bytes()));
-        // Fetches every unit, but lets no fetch cause the write of deferred updates. The fetches must write nothing.
+        // Fetches every unit without `settles`, so the fetches must write nothing.
         for of in 0..units(life.store()) {
             ok(unit(&life.engine, of, false));
         }

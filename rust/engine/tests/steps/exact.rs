@@ -407,7 +407,7 @@ fn values_that_something_changed_in_memory_are_refused_and_never_become_the_mast
         ok(life.engine.update(1, by, Some(values), rule(1, 1), Wait::forever()));
         match life.engine.finish(Wait::forever()) {
             Ok(()) => assert!(is_fine),
-            Err(error) => assert!(error.to_string().contains("are not those of its last commit"), "{error}"),
+            Err(error) => assert!(error.to_string().contains("are not those of the last commit"), "{error}"),
         }
         ok(life.engine.discard(Wait::forever()));
     }

@@ -234,8 +234,8 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
         let spill = |record: usize| store.description().records[record].spill.map(|dtype| (record, dtype));
         let pages =
             ALL.iter().filter_map(|&record| spill(record)).map(|(of, dtype)| ok(store.gradient_bytes(of, dtype)));
-        // Each of the last twelve steps writes each gradient, a head of the log, pages of the table and a root. Within
-        // these twelve steps, each record is written whole three times.
+        // Each of the last twelve steps writes every gradient, a head in the log, some pages of the store's table, and
+        // a root. Within these twelve steps, each record is written whole three times.
         let expected = 12 * pages.sum::<u64>() + 3 * whole;
         assert!(later >= expected && later < expected + 12 * 9 * 4096, "{later} {expected} {written:?}");
     }

@@ -145,7 +145,7 @@ const NESTEROV: usize = 10;
 /// The records whose tensors are all float32.
 const FLOATS: [usize; 3] = [0, 7, 8];
 
-/// Describes a record for each kind of master weights and moments that has a kernel. Records have several chunks, one
+/// Describes one record for each kind of optimizer state that the kernels support. Records have several chunks, one
 /// chunk or no chunk. The spilled gradients of the last record have another dtype than the values of this record.
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];

@@ -67,7 +67,7 @@ fn step(engine: &Engine) -> memascend_engine::Result<()> {
     Ok(())
 }
 
-/// Checks that each record has no spilled gradient, or the spilled sum of its first one, two or three gradients.
+/// Checks every record. It must have no spilled gradient, or the sum of its first one, two or three gradients.
 fn whole_or_nothing(engine: &Engine, what: &str) {
     for record in 0..NAMES.len() {
         match engine.spilled(record, Wait::forever()) {
@@ -142,8 +142,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     assert!(failures > seeds / 3, "{failures}");
 }
 
-/// The first call after a device error must return this error. Only later calls may say that the step has failed. The
-/// device error also loses the gradient. The first call must nevertheless return the device error, not "no gradient".
+/// The first call after a device error must return this error, and not "no gradient", although the gradient is lost.
+/// Only later calls may say that the step has failed.
 #[test]
 fn the_first_to_ask_after_an_error_hears_of_it() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;

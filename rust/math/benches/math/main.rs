@@ -1,8 +1,9 @@
 //! Compares the speed of the kernels with the speed of loops that only move the same bytes.
 //!
 //! `cargo bench -p memascend-math -- [MILLIONS] [WORD]` runs the benchmark. MILLIONS is the number of elements, in Mi
-//! (default 64). With WORD, only groups run in which the name of a case contains WORD. Each round runs every case of a
-//! group once, and the benchmark prints medians over the rounds. Buffers are on huge pages if the system provides them.
+//! (default 64). With WORD, a group runs only if the name of one of its cases contains WORD. Each round runs every case
+//! of a group once, and the benchmark prints medians over the rounds. Buffers are on huge pages if the system provides
+//! them.
 
 use std::{hint::black_box, num::NonZeroUsize, time::Instant};
 

@@ -1,7 +1,7 @@
 //! Benchmarks I/O through `io_uring`, through threads and on striped files. Measures the bandwidth, the latency and the
 //! processor time, and can compare these numbers with fio.
 //!
-//! `python -m benchmarks.peers.bench_io` compares our I/O with the I/O of `DeepSpeed` and of a training step.
+//! `python -m benchmarks.peers.bench_io` compares our I/O with fio and with the aio of `DeepSpeed`.
 
 mod fio;
 mod target;

@@ -182,7 +182,7 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
             let mut bytes = left[0].bytes();
             bytes[at + slot * 4096..][..4096].fill(0);
             left[0] = SimDisk::of(bytes);
-            // A root of zeros counts as lost. Only `Existing::Previous` must open the store, at the commit of the other
+            // A root of zeros counts as lost. Only `Existing::Previous` may open the store, at the commit of the other
             // root.
             assert!(matches!(model::open(&left, &model::how()), Err(Error::Corrupt { .. })));
             let store = ok(model::open(&left, &model::existing(Existing::Previous)));

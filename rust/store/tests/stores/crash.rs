@@ -123,9 +123,9 @@ impl Known {
         Ok(())
     }
 
-    /// Opens the store, and checks that the run may have left the commit that the store now has. Returns `false` if the
-    /// opening fails. The opening may only fail if no commit is durable, or if a run with durability "none" was not
-    /// closed.
+    /// Opens the store, and checks that the store's commit is one of the commits that the runs can have left. Returns
+    /// `false` if the opening fails. The opening may only fail if no commit is durable, or if a run with durability
+    /// "none" was not closed.
     fn opened(&mut self, disks: &[SimDisk], lost_power: bool, name: &str) -> bool {
         let name = format!("{name}: {self:?}, lost power {lost_power}");
         match model::open(disks, &model::how()) {

@@ -283,8 +283,8 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
-    // Two kinds of files with the pending name must not be removed. One kind is a store that went back to its previous
-    // commit: the way back left a mark in a root page. The other kind is a file with other data.
+    // Two kinds of files with the pending name must not be removed: a file with other data, and a store that
+    // `Existing::Previous` opened at its previous commit, which left a mark in a root page.
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));

@@ -111,7 +111,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     }
     assert!(refused(StepHead::default()).contains("1 gradients were appended, and the step names 0"));
     let other = StepHead { updates: vec![update(1)], ..head.clone() };
-    assert!(refused(other).contains("record 1 is named, and its gradient was not appended"));
+    assert!(refused(other).contains("the step names record 1, whose gradient was not appended"));
     let other = StepHead { updates: vec![LoggedUpdate { rule: 1, ..update(record) }], ..head.clone() };
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };

@@ -146,7 +146,7 @@ pub(crate) fn gradient(store: &Store, record: usize, dtype: Dtype, commit: u64) 
     content(record, 77, commit, size(store.description().records[record].elements() * dtype.bytes()))
 }
 
-/// Applies an update to the contents of a record. Two updates in another order give another result.
+/// Applies an update to the contents of a record. The result of several updates depends on their order.
 pub(crate) fn update(contents: &mut Contents, gradient: &[u8], factor: u8) {
     contents.step += 1;
     for extent in &mut contents.extents {

@@ -1,5 +1,5 @@
-//! Tests reads of live values: of whole units, in parts, with checks on other threads, and from the RAM tier. Each read
-//! must return the values of a single commit.
+//! Tests reads of live values: whole units, parts of units, parts that other threads check, and units in the RAM tier.
+//! Each read must return the values of a single commit.
 
 use std::sync::Arc;
 
