@@ -144,7 +144,7 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
         run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert said(run) == undisturbed[0]
         before = weights(model)
-        with pytest.raises(UsageError, match=r"weights that differ .* those of step 6 of"):
+        with pytest.raises(UsageError, match=r"weights that differ .* belong to step 6 of"):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
         assert same_states(weights(model), before)
         other = trainer(model, optimizer, tmp_path / "other", Callback(), max_steps=1, save_strategy="no")
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended,
         before = weights(model)
         run = trainer(model, optimizer, ended, *(callback() for callback in callbacks))
         says = (
-            r"weights that differ .* those of step 5 of"
+            r"weights that differ .* belong to step 5 of"
             if callbacks
             else r"is of step 4 of .* the storage has step 5 of"
         )

@@ -311,7 +311,7 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
 ):
     with caplog.at_level(logging.INFO, "memascend"):
         plain, theirs, model, ours = made(tmp_path, Watched, durability=durability)
-    said = f"{2 * LAYERS} parameters of Watched are not kept in RAM" in caplog.text
+    said = f"{2 * LAYERS} parameters of Watched are never kept in RAM" in caplog.text
     assert said == (durability == "none")
     with ours:
         stepped(plain, theirs, model, ours, range(3))

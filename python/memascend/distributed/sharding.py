@@ -249,7 +249,7 @@ class Sharding(RowsOfRank):
         return nullcontext() if self.collectives is None else self.collectives.alone()
 
     def _on_reduced(self, one: FsdpParameter, reduction: OrderedReduction | None, leaf: torch.Tensor) -> None:
-        """Hands a gradient that FSDP2 has reduced to `gradients`."""
+        """Hands to `gradients` a gradient that FSDP2 has reduced."""
         if leaf is not one.leaf:
             # A user's hook returned another tensor than the parameter. torch raises an error after the last hook.
             return

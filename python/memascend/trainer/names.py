@@ -25,7 +25,7 @@ METHODS = (
 )
 # Callback events of a step that the Trainer fires before `step()`.
 BEFORE_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
-# Attributes in which the Trainer accumulates values between two lines of its log.
+# Attributes with the running sums and the starting counts from which the Trainer computes the values of its log.
 SUMS = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos"),
     *("_initial_num_input_tokens_seen", "_total_train_tokens"),

@@ -14,7 +14,7 @@ from memascend.plan.decision import file_of
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 from memascend.session.offload import offload
-from memascend.text import bytes_shown
+from memascend.text import bytes_shown, size_option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,11 +45,14 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
     try:
         offloaded = offload(trainer.model, trainer.optimizer, **options | rest)[1]
     except BudgetError as error:
-        share = sum(own[name] for name in rest)
+        short = next((name for name in rest if str(error).startswith(name)), None)
+        if short is None:
+            raise
+        smallest = error.smallest + own[short]
         raise BudgetError(
-            f"{error}. The reference model also takes {bytes_shown(share)} of this budget: pass at least the "
-            "sum of the two sizes",
-            smallest=error.smallest + share,
+            f"{error}. These sizes are of the trained model alone. The reference model also takes "
+            f'{bytes_shown(own[short])} of {short}: pass {short}="{size_option(smallest)}" or more',
+            smallest=smallest,
         ) from error
     try:
         offload(reference, _idle(reference), **own)

@@ -22,7 +22,7 @@ use crate::{
     workbench::{Workbench, bytes_mut, floats},
 };
 
-/// An update of a record in RAM. It waits for the commit of its step.
+/// An update of a record in RAM that is held back until the step ends.
 pub(crate) struct Waiting {
     pub(crate) record: usize,
     /// The number of this update, counted from 1 over all updates of the record.

@@ -204,9 +204,9 @@ impl Store {
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // First overwrite the former store's roots with marks, because an opening ignores second labels whose store has
-        // no root. Overwrite the newest root last: if the process is killed in between, this root still names the
-        // former store's last commit.
+        // First overwrite the former store's roots with marks. The former store's second labels may stay on the devices,
+        // and an opening prefers second labels whose store has a root. Overwrite the newest root last: if the process
+        // is killed before that, this root still names the former store's last commit.
         if let Some(label) = former {
             let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);

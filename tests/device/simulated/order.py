@@ -98,7 +98,7 @@ class Net(torch.nn.Module):
 
 
 class Twin:
-    """Trains the same model on the CPU, to get the expected weights of each step."""
+    """Computes the expected weights of `model` after each step: trains copies of its weights on the CPU."""
 
     def __init__(self, model, optimizer, max_grad_norm=None):
         # Lists each name of a parameter, because a tied parameter has several names.

@@ -482,12 +482,15 @@ class Proposal:
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
-    """Proposes a step with the largest micro-batch that fits.
+    """Proposes a larger step that is faster per token; None if there is no such step. `now` answers `question`.
 
-    The step has the smallest number of micro-batches with which compute is the longest part of the step. If compute
-    never becomes the longest part, the step has the largest number of micro-batches that still makes it faster per
-    token. `now` is the answer to `question`. Returns None if the run of `question` does not fit, if compute is already
-    the longest part of a step, if the seconds are not known, or if no larger step is faster.
+    The proposed step has the largest micro-batch that fits, and the smallest number of micro-batches with which compute
+    is the longest part of the step. If compute never becomes the longest part, the step has the largest number of
+    micro-batches that still makes it faster per token. If no such step is faster than `now`, proposes a step by layer
+    with the micro-batch of `question`.
+
+    Returns None, too, if the run of `question` does not fit, has several ranks or several micro-batches, if compute is
+    already the longest part of its step, or if its seconds are not known.
     """
     if now.problems or now.bound in (None, "compute"):
         return None

@@ -103,7 +103,10 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
 
 
 def _system(path: Path) -> int:
-    """Returns the number of the device at `path`, or of the file system of `path`; 0 if the folder does not exist."""
+    """Returns the number of the device at `path`, or of the file system on which `path` is or will be.
+
+    Returns 0 if the folder of `path` does not exist.
+    """
     try:
         status = (path if path.is_dir() or path.is_block_device() else path.parent).stat()
     except FileNotFoundError:

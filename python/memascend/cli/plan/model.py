@@ -162,7 +162,7 @@ def _require_layers(config: Path, values: dict[str, Any]) -> None:
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """Makes the model of a config with transformers' own classes. Never runs code from the model's folder."""
+    """Makes the model that a config describes, with a class of transformers. Never runs code of the model's folder."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{config} has no model_type, so the kind of model is not known: add model_type to the file")

@@ -193,16 +193,8 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
         if data.features is not None and not str(getattr(kind, "dtype", "")).startswith(("int", "uint")):
             raise ConfigError(f"{place}: `input_ids` must be lists of whole numbers: correct or rename this column")
         return data
-    shapes = _SHAPES[command.kind]
     given = _renamed(command.own.columns)
-    fitting = [shape for shape in shapes if {*shape} <= {*found, *given} and ({*shape} & {*given} or not given)]
-    if len(fitting) != 1 or {*given.values()} - {*found}:
-        wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
-        raise ConfigError(
-            f"{place} has columns {', '.join(map(repr, found))}, but memascend train {command.kind} needs {wanted}: "
-            "name the columns by --columns, for example --columns prompt=question,completion=answer"
-        )
-    (shape,) = fitting
+    shape = _shape(found, given, place, command.kind)
     by_prefixes = False
     if shape == ("text",) and command.finds_packing:
         # The strategy "bfd_split" splits long texts into several rows, so that no tokens are lost.
@@ -222,6 +214,25 @@ def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     # memascend, so that another version does not use this result.
     convert = functools.partial(_row, place, shape, columns, tokenizer if by_prefixes else None, version("memascend"))
     return data.map(convert, with_indices=True, remove_columns=found)
+
+
+def _shape(found: list[str], given: Mapping[str, str], place: str, kind: str) -> tuple[str, ...]:
+    """Returns the shape in `_SHAPES` that fits the columns `found`. `given` is the value of `--columns`."""
+    has = f"{place} has columns {', '.join(map(repr, found))}"
+    if missing := [name for name in given.values() if name not in found]:
+        raise ConfigError(f"{has}, but no {', '.join(map(repr, missing))}: name the columns by --columns correctly")
+    shapes = _SHAPES[kind]
+    fitting = [shape for shape in shapes if {*shape} <= {*found, *given} and ({*shape} & {*given} or not given)]
+    wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
+    if not fitting:
+        raise ConfigError(
+            f"{has}, but memascend train {kind} needs {wanted}: "
+            "name the columns by --columns, for example --columns prompt=question,completion=answer"
+        )
+    if len(fitting) > 1:
+        one = ",".join(f"{name}={given.get(name, name)}" for name in fitting[-1])
+        raise ConfigError(f"{has}, which fit {wanted}: choose one of these, for example by --columns {one}")
+    return fitting[0]
 
 
 def _row(
@@ -264,8 +275,10 @@ def _require_kinds(row: Mapping[str, Any]) -> None:
     """Raises ConfigError if the type of a value is wrong for the value's column."""
     for name in (*_TEXTS, *_TEXTS_OR_TURNS):
         value = row.get(name)
-        if not isinstance(value, str | (list if name in _TEXTS_OR_TURNS else str) | None):
-            raise ConfigError(f"`{name}` is {_shown(value)}, but must be a string: correct this example")
+        may_be_turns = name in _TEXTS_OR_TURNS
+        if not isinstance(value, str | (list if may_be_turns else str) | None):
+            kinds = "a string or a list of messages" if may_be_turns else "a string"
+            raise ConfigError(f"`{name}` is {_shown(value)}, but must be {kinds}: correct this example")
     among = [name for name in _TEXTS_OR_TURNS if row.get(name) is not None]
     if len({isinstance(row[name], str) for name in among}) > 1:
         raise ConfigError(
