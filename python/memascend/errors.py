@@ -1,4 +1,4 @@
-"""Defines every error that memascend raises."""
+"""Defines memascend's own exceptions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MemascendError(Exception):
-    """The base class of every error that memascend raises itself."""
+    """The base class of memascend's own exceptions; also raised itself, for example if a thread panicked."""
 
     # The names of the keyword-only arguments of `__init__`, which are also attributes. `__reduce__` makes pickle pass
     # them to `__init__`; by default pickle passes only the positional arguments of an exception.
@@ -19,7 +19,7 @@ class MemascendError(Exception):
 
 
 class ConfigError(MemascendError, ValueError):
-    """An option, model or optimizer is wrong or rejected; the message names an alternative that works."""
+    """An option, an argument, the model or the optimizer is wrong or not supported; the message says what to change."""
 
 
 class BudgetError(MemascendError, MemoryError):
@@ -37,10 +37,10 @@ class BudgetError(MemascendError, MemoryError):
 
 
 class MemoryLimitError(MemascendError, MemoryError):
-    """The machine, or the cgroup of the process, has less free memory than was requested.
+    """The machine, the cgroup of the process or the GPU has less free memory than was requested.
 
-    The error is raised before the memory is touched: the kernel would kill the process at the first access past the
-    limit.
+    For host memory, the error is raised before the memory is touched: the kernel would kill the process at the first
+    access past the limit.
 
     Attributes:
         needed: bytes that were requested.
@@ -56,11 +56,11 @@ class MemoryLimitError(MemascendError, MemoryError):
 
 
 class StorageError(MemascendError, OSError):
-    """A device failed, is full, is mounted, is in use or has foreign contents; or a store is unfinished or unclosed.
+    """A file, device or store cannot be used: it failed, is full, mounted, in use, foreign or unfinished, for example.
 
     Attributes:
         errno: the system's error number, or None if no system error applies.
-        path: the file or device.
+        path: the file or device, or None.
         offset: position of the failed operation on that device, in bytes, or None.
         nbytes: length of the failed operation, in bytes, or None.
     """
@@ -87,11 +87,13 @@ class StorageError(MemascendError, OSError):
 
 
 class CorruptionError(StorageError):
-    """A checksum or a format is wrong; the message names the parameter, chunk and offset."""
+    """A checksum or a format on storage is wrong; the message names the damaged part, such as a file or a chunk."""
 
 
 class RankError(MemascendError, RuntimeError):
-    """A rank failed, died or did not answer, so the step failed on all ranks; the message names the rank and the cause.
+    """A rank failed, died, did not answer or differs from other ranks, so the call fails on all ranks.
+
+    The message gives the cause, and names the ranks at fault if they are known.
 
     Attributes:
         ranks: numbers of the ranks at fault; empty if no particular rank is at fault.
@@ -110,7 +112,10 @@ class DeviceError(MemascendError, RuntimeError):
 
 
 class UsageError(MemascendError, RuntimeError):
-    """The call cannot give an exact result, or is not allowed at this moment; the message says what to do instead."""
+    """The call cannot give an exact result, is not allowed now, or ran an optimizer's own code that failed.
+
+    The message says what to do.
+    """
 
 
 class TimeoutExpired(MemascendError, TimeoutError):

@@ -1,9 +1,9 @@
 """Allocates host memory that is planned once: regions, arenas, chunk rings, leases; maps files as memory.
 
 Sizes are in bytes and exact; times are in seconds. Errors: `ConfigError` for a wrong argument, `BudgetError` for a
-region too small for its plan, `MemoryLimitError` if the machine or its cgroup does not have the memory,
-`TimeoutExpired` for a wait that exceeds its timeout, `UsageError` for an object that was closed, was returned or
-belongs to another process.
+region too small for its plan, `MemoryLimitError` if the machine or its cgroup does not have the memory or a system call
+for memory fails, `TimeoutExpired` for a wait that exceeds its timeout, `UsageError` for an object that was closed, was
+returned, or belongs to another object or process.
 """
 
 from __future__ import annotations

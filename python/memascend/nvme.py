@@ -1,4 +1,4 @@
-"""Reads and writes files and raw block devices with direct I/O, at the speed of the disk.
+"""Reads and writes files and raw block devices at the speed of the disk, with direct I/O where possible.
 
     with memascend.nvme.open("/mnt/nvme/scratch", size=1 << 30) as volume:
         ticket = volume.write(tensor, 0)
@@ -7,11 +7,13 @@
         volume.flush()                          # the bytes survive a loss of power
 
 Sizes and offsets are in bytes, times in seconds. The memory of a transfer belongs to the transfer until its ticket is
-done: during a write do not change the tensor, during a read do not use the tensor, and never resize its storage.
+done: during a write do not change the tensor, during a read do not use the tensor, and do not resize its storage during
+either.
 
 Errors: `ConfigError` for a wrong argument or a range past the end of the volume; nothing was done. `StorageError` if a
 device rejects an operation or fails, with `errno`, `path`, `offset` on that device and `nbytes`. `TimeoutExpired` if a
-`timeout=` ran out. `UsageError` for a volume that was closed, or that the parent of this process opened.
+`timeout=` ran out. `UsageError` for a volume that was closed, that has too many operations in flight, or that the
+parent of this process opened.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ def open(  # noqa: A001
     later write finds the file system full. `open` extends a file to a multiple of the alignment; `size` does not
     include the extension. `open` opens a raw device exclusively. It rejects a device that is mounted or in use, and a
     device that contains a file system, a partition table or a member of LVM, RAID or an encrypted volume. While the
-    volume is open, no other process can open its files or devices.
+    volume is open, `open` rejects its files and devices, also in other processes.
 
     Args:
         paths: a file, a raw block device, or several of them, over which the volume is striped.
         size: bytes of the volume. A new file needs a `size`, and is made private (0600). An existing file grows if
             `size` is larger. None: the present size of the file or device. With several files or devices, the volume
-            uses the same number of bytes of each: the size of the smallest one.
+            uses the same number of bytes of each; without `size`, this is the size of the smallest one.
         queue_depth: number of requests that each device gets at once (1 to 1,024; None: 16).
         stripe: if the volume has several devices, the number of contiguous bytes on one device (a multiple of 4,096;
             None: 1 MiB). The volume does not store this number. To find the same bytes again, pass the same stripe and
@@ -73,7 +75,7 @@ def open(  # noqa: A001
             raise ConfigError(f"paths must be a path or a list of paths, but the list contains {path!r}")
         name = expanded(path)
         if not isinstance(name, str) or not name or "\0" in name:
-            raise ConfigError(f"{name!r} is not a path: pass a text that is not empty and has no null byte")
+            raise ConfigError(f"{name!r} is not a path: pass a string that is not empty and has no null byte")
         names.append(name)
     volume = Volume(names, size, queue_depth, stripe, backend)
     _open.add(volume)

@@ -49,13 +49,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors hold the same bits; both have the same dtype, shape and device."""
+    """True if two tensors have the same bits; both must have the same dtype, shape and device."""
     left, right = (tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
     return torch.equal(left, right)
 
 
-# A sum of squares. An int is exact: it counts multiples of 2^-298, the square of the smallest fp32 number. A float was
-# rounded, or is infinity or NaN.
+# A sum of squares. An int is exact: it counts multiples of 2^-298, the square of the smallest positive fp32 number. A
+# float was rounded, or is infinity or NaN.
 Squares = int | float
 
 

@@ -1,4 +1,4 @@
-"""Formats text for people (sizes, tables, progress, warnings), opens matplotlib, expands paths, helps `with` blocks."""
+"""Formats text for people (sizes, tables, progress, warnings). Also expands paths and has helpers for `with` blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _LISTED = 10
 
 
 def bytes_shown(nbytes: int) -> str:
-    """Formats a size with three digits, in the largest binary unit in which it is at least 1."""
+    """Formats a size with at most four digits, in the largest binary unit in which it is at least 1."""
     size, unit = float(nbytes), 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
@@ -77,7 +77,7 @@ def bytes_shown(nbytes: int) -> str:
 
 
 def size_option(nbytes: int, *, up: bool = True) -> str:
-    """Formats a size with three digits as options accept it, such as "2.8MiB".
+    """Formats a size with at most four digits as options accept it, such as "2.8MiB".
 
     By default the size is rounded up: if a budget of `nbytes` is large enough, the shown budget is large enough, too.
     `up=False` rounds down: then a budget just below the smallest possible budget is not shown as the smallest possible
@@ -94,7 +94,7 @@ def size_option(nbytes: int, *, up: bool = True) -> str:
 
 
 def seconds_shown(seconds: float) -> str:
-    """Formats a duration in s, ms, us or ns, with at least three digits."""
+    """Formats a duration in s, ms, us or ns: with three significant digits, from 1,000 s on in whole seconds."""
     if seconds >= 1000:
         return f"{seconds:,.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
@@ -104,7 +104,7 @@ def seconds_shown(seconds: float) -> str:
 
 
 def duration_shown(seconds: float) -> str:
-    """Formats a duration in minutes, hours or days, with two digits; below a minute in seconds."""
+    """Formats a duration roughly, in minutes, hours or days; below a minute as `seconds_shown` does."""
     hours = seconds / 3600
     if seconds < 60:
         return seconds_shown(seconds)
@@ -207,7 +207,7 @@ class Progress(Closing):
                 self._stream.write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                # The terminal was closed: the work continues without progress.
+                # The terminal may have been closed: the work continues without progress.
                 self._stream = None
 
     def reached(self, done: int, nbytes: int) -> None:

@@ -261,7 +261,7 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
     (tmp_path / "run/memascend.store").unlink()
     second = meshed(tmp_path, 2, 1, micro=4, steps=4)
     require_same(second, 2, 4)
-    assert "rank 0 had no store: its new store was filled from the store of rank 1" in filled(second)[0]
+    assert "the new store of rank 0 was filled from the store of rank 1" in filled(second)[0]
 
 
 def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
@@ -329,7 +329,7 @@ def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_long
     ranks = meshed(tmp_path, 2, 2, steps=3, timeout=4.0, fill_seconds=0.2)
     assert time.monotonic() - began > 4.0
     assert [bool(words) for words in filled(ranks)] == [False, True, False, False]
-    assert "rank 1 had no store: its new store was filled from the store of rank 3" in filled(ranks)[1]
+    assert "the new store of rank 1 was filled from the store of rank 3" in filled(ranks)[1]
     require_same(ranks, 2, 3)
     assert [rank["state"]["rank"] for rank in ranks] == [0, 3, 2, 3]
 

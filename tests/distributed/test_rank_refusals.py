@@ -53,7 +53,7 @@ def require_refusals(folder):
     plain = model(torch.float32)
     with torch.no_grad():
         plain[0].weight.add_(rank)
-    refused("rank 1 has other values", plain)
+    refused("the model on rank 1 has other values", plain)
     refused("pass the module inside it", nn.parallel.DistributedDataParallel(model(torch.float32)))
     columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
     refused("tensor parallelism", columns)
@@ -67,7 +67,7 @@ def require_refusals(folder):
     refused("Adafactor needs whole parameters", sharded(torch.float32), torch.optim.Adafactor)
     refused("within a block of 256", fully_shard(nn.Linear(40, 110)), state="8bit")
     # Only rank 1 has a host_memory that is too small, but both ranks raise an error.
-    refused("" if rank else "rank 1 refused", sharded(torch.float32), host_memory=1 if rank else None)
+    refused("" if rank else "the call failed on rank 1", sharded(torch.float32), host_memory=1 if rank else None)
     # Waits until all ranks have removed their unfinished stores.
     distributed.barrier()
     assert not list(Path(folder).rglob("*.store"))
@@ -259,7 +259,7 @@ def test_an_alias_on_one_rank_is_refused_on_all(folder):
         optimizer = adamw(trained.parameters())
         for take in ways.values():
             kept = take(trained[0].weight) if rank else None
-            words = "(?s)0.weight shares memory" if rank else "(?s)rank 1 refused.*0.weight shares memory"
+            words = "(?s)0.weight shares memory" if rank else "(?s)the call failed on rank 1.*0.weight shares memory"
             with pytest.raises(memascend.MemascendError, match=words):
                 memascend.offload(trained, optimizer, storage=f"{folder}/{make.__name__}", gradients="ssd")
             del kept

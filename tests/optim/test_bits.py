@@ -357,7 +357,7 @@ def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
     [
         (torch.zeros(5, dtype=torch.complex64), "odd is torch.complex64, but only parameters of float32"),
         (torch.zeros(5, dtype=torch.float8_e4m3fn), "odd is torch.float8_e4m3fn, but only parameters of float32"),
-        (torch.empty(0, 4), "odd has no elements, and its module has no other"),
+        (torch.empty(0, 4), "these parameters have no elements, and share no module with others: odd"),
     ],
 )
 def test_what_has_no_update_or_no_elements_is_refused_by_name(tmp_path, odd, says):

@@ -27,7 +27,7 @@ pytestmark = [
     # offload() warns if the stored options replace options of the process, or if stochastic rounding has no effect on
     # some parameters.
     pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning", "ignore:rounding:UserWarning"),
-    pytest.mark.filterwarnings("ignore:buffers of the model changed after the last step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:close.. does not keep changes of the model's buffers:UserWarning"),
     # If an example fails, hypothesis needs a long time to find a smaller example that fails.
     pytest.mark.timeout(1800),
 ]

@@ -140,7 +140,7 @@ def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path,
         with pytest.raises(memascend.BudgetError, match="no memory for unit") as error:
             train(model, optimizer)
         assert (optimizer.steps, optimizer.plan.budget) == (0, budget)
-    named = re.search(r'host_memory="(\S+)", which has a slot for every unit', str(error.value))[1]
+    named = re.search(r'host_memory="(\S+)", which has memory for more units', str(error.value))[1]
     assert error.value.smallest <= parse_bytes(named) < 1.01 * error.value.smallest
     # With "ssd", trains with the budget in `error.value.smallest`. With "fused", trains with the budget that the
     # message names.

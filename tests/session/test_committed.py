@@ -172,7 +172,10 @@ def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
     model, optimizer = offloaded(tmp_path / "s", normed(), existing="resume")
     assert same_states(statistics(model), wanted)
     loss_of(model)
-    with pytest.warns(UserWarning, match="close.. does not keep these changes: a forward ran without a step"):
+    with pytest.warns(
+        UserWarning,
+        match="close.. does not keep changes of the model's buffers since the last step: a forward ran without a step",
+    ):
         optimizer.close()
 
 

@@ -42,7 +42,7 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True, dtype=torch.bfloat16))
     with optimizer:
         before, own = values(model), list(model.parameters())
-        expected = pytest.warns(UserWarning, match="1.weight were changed .* modify=True")
+        expected = pytest.warns(UserWarning, match="1.weight was changed .* modify=True")
         with expected as said, memascend.materialized(model), torch.no_grad():
             WRITES[write](model)
             kept = model[1].weight.detach().flatten()

@@ -247,7 +247,7 @@ OTHERS = {
     "T_max": (
         "cosine",
         lambda o: torchs.CosineAnnealingLR(o, 9),
-        r"different arguments than in the stored run: T_max 5 -> 9\.",
+        r"different arguments or learning rates than in the stored run: T_max 5 -> 9\.",
     ),
     "milestones": (
         "milestones",

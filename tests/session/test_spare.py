@@ -182,7 +182,7 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     exchange.all_values = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given
     with pytest.raises(
-        memascend.ConfigError, match=r"some ranks have host_memory=.auto., and other ranks have a budget"
+        memascend.ConfigError, match=r"some ranks have host_memory=.auto., but other ranks do not: pass"
     ):
         agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
 

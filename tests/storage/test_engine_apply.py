@@ -131,7 +131,7 @@ def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
                     raise raised
                 chunk.values.fill_(7)
 
-            says = r"the function applied to .float32.*failed.*mine"
+            says = r"a function that the engine called for .float32.*failed.*mine"
             with pytest.raises(UsageError, match=says) as error:  # noqa: PT012 - either call may raise
                 for name in names:
                     applying.apply(name, function, step=1, gradient=torch.zeros(held[name].shape), whole=whole)

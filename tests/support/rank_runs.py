@@ -100,8 +100,8 @@ def failing(*_, **__):
 
 
 def filled(ranks):
-    """Returns each rank's log message about the refill of a missing store, or "" for a rank without this message."""
-    return ["".join(words for words in rank["said"] if "had no store" in words) for rank in ranks]
+    """Returns each rank's log message about the refill of its store, or "" for a rank without this message."""
+    return ["".join(words for words in rank["said"] if "was filled from" in words) for rank in ranks]
 
 
 def life(folder, name, options):

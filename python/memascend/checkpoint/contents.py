@@ -1,6 +1,6 @@
 """Reads the values and the optimizer state of a store's records, in the form that a checkpoint has.
 
-State tensors have torch's names. The records are those of one rank, or the whole parameters of all ranks.
+`StoreContents` and `ShareContents` read the store of one process. `GatheredContents` reads the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class StoreContents:
                 values = tensors.pop("")
                 tensors = {"": values, **plain_parts(values, tensors, form)}
             for of, tensor in tensors.items():
-                # A decoded master has no start in `starts`: it begins where the values begin.
+                # A tensor without a start in `starts`, such as a decoded master, begins where the values begin.
                 put(name, of, starts[of] if of in starts else starts[""], tensor.contiguous())
 
         def visit(name: str, parts: list[Part]) -> None:
@@ -314,7 +314,7 @@ def send_contents(share: ShareContents, order: Sequence[str], line: Line) -> Non
     `order`: the names of the parameters, in the order in which rank 0 receives the parameters.
 
     Raises:
-        StoppedError: rank 0 has stopped receiving.
+        StoppedError: the rows did not reach rank 0.
     """
     for name in order:
         numbers = {of: number for number, of in enumerate(share.tensors.get(name, ()))}

@@ -1,4 +1,4 @@
-"""Writes safetensors files, matches the names in files with a model's names, and replaces folders atomically."""
+"""Creates safetensors files, matches the names in files with a model's names, and replaces folders atomically."""
 
 from __future__ import annotations
 
@@ -74,10 +74,15 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Makes a new folder beside the target. At the end of the block, removes the new folder and its contents.
+    """Locks the target, and makes a new folder beside it.
 
-    If a killed process left such a folder, first removes that folder. If the save succeeds, `replace_folder()` moves
-    the new folder to the target before the block ends, so that nothing is removed.
+    If a killed process left such a folder, first removes that folder. If the save fails, the end of the block removes
+    the new folder. If the save succeeds, `replace_folder()` moves the new folder to the target. If it exchanges the two
+    folders, the end of the block removes the earlier folder.
+
+    Raises:
+        UsageError: another process is saving to the target.
+        StorageError: the new folder cannot be made.
     """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
@@ -128,7 +133,8 @@ def _locked(target: Path) -> Iterator[None]:
 def replace_folder(target: Path, new: Path) -> None:
     """Flushes the folder `new`, and replaces the folder `target` by `new`.
 
-    At every moment one complete folder is on storage.
+    At every moment one complete folder is on storage. If the two cannot be exchanged atomically, this folder is called
+    `.{target}.memascend-old` for a moment.
     """
     with file_errors(target, "cannot be written"):
         if target.is_dir():
@@ -148,7 +154,7 @@ def replace_folder(target: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two folders atomically. Returns False if the kernel or the file system does not support this."""
+    """Exchanges two folders atomically. Returns False if this fails, as on file systems without support."""
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     done: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return done == 0
@@ -176,7 +182,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The largest size of a file, unless a single tensor is larger. This size suits file systems, caches and downloads.
+# The most bytes of tensors in a file, unless a single tensor is larger. This size suits file systems, caches and
+# downloads.
 FILE_BYTES_MAX = 4 << 30
 _ALIGN = 64
 
@@ -200,7 +207,8 @@ class FileLayout:
             if tensor.dtype not in _NAMES:
                 raise ConfigError(
                     f"{name!r} is {tensor.dtype}, and safetensors does not support this dtype, so the tensor cannot be "
-                    "saved. Convert the tensor to another dtype, or register it as a buffer with persistent=False"
+                    "saved. Convert the tensor to another dtype, or, if it is a buffer, register it with "
+                    "persistent=False"
                 )
             end = at + tensor.nbytes
             described[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}

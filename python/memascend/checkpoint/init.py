@@ -41,7 +41,7 @@ _LISTS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 def unwritten(like: torch.Tensor) -> torch.Tensor:
     """Returns a CPU tensor with the shape and dtype of `like`.
 
-    Fills the tensor so that `is_written()` can later detect elements that were not set.
+    Fills the tensor so that `is_written()` can later detect whether the elements were set.
     """
     fill = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     with torch.inference_mode(mode=False):
@@ -63,7 +63,7 @@ def is_written(tensor: torch.Tensor) -> bool:
 
 
 class Initialiser:
-    """Initialises the modules of a model with the model's own code, in the order in which the modules are built."""
+    """Initialises the modules of a model with the model's own code. Children come before their parent."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -89,9 +89,9 @@ class Initialiser:
             self._initialise(module, made)
 
     def _initialise(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Calls `_init_weights(module)`.
+        """Calls `_init_weights(module)`, if the model has this method.
 
-        If elements of `made` are still unset, also calls the module's reset_parameters().
+        If elements of `made` are still unset, also calls the module's reset_parameters() or _reset_parameters().
         """
         init = self._init[id(module)]
         if init is not None:
@@ -110,8 +110,8 @@ class Initialiser:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Initialises the parameters on meta, about one unit at a time, with torch's default generator.
 
-        Yields the name and the values of each parameter. Before each yield, puts the parameter on meta back into the
-        model.
+        Yields the name and the values of each of these parameters. Before each yield, puts the parameter on meta back
+        into the model.
 
         Raises:
             ConfigError: no code initialises a parameter, or the initialisation wrote to a parameter that is not on
@@ -168,7 +168,7 @@ class _Walk:
         self.real_ids: set[int] = set()
 
     def begin(self, module: torch.nn.Module) -> list[torch.Tensor]:
-        """Replaces the parameters of a module and of its parameter lists by real parameters.
+        """Replaces the parameters on meta of a module and of its parameter lists by real parameters.
 
         Returns the real parameters.
         """
@@ -189,7 +189,8 @@ class _Walk:
         """Returns the module whose initialisation is the last that may write to a parameter.
 
         A parent module may write to parameters of its children. So the result is the outermost module that contains the
-        parameter and is at most as large as the largest unit.
+        parameter and is at most as large as the largest unit. If the parameter's own module is larger, the result is
+        this module. For a parameter of a pinned unit, the result is the model.
         """
         last = "" if name in self._late else name.rpartition(".")[0]
         while last:
@@ -214,8 +215,8 @@ class _Walk:
         unknown = [name for name, _, real in made if not is_written(real)]
         if unknown:
             raise ConfigError(
-                f"no code initialises {listed(unknown)}, which is on meta: no reset_parameters() of the module and no "
-                "_init_weights(module) of the model sets the values. Pass weights="
+                f"no code initialises these parameters on meta: {listed(unknown)}. No reset_parameters() of the module "
+                "and no _init_weights(module) of the model sets all of their values. Pass weights="
             )
         # Pop one at a time: if the caller stops the iteration, put_back() restores the rest.
         while made:
@@ -296,7 +297,7 @@ def materialize_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -
 
 
 class MetaBuffers:
-    """Replaces a model's buffers on meta by real buffers before a store exists.
+    """Replaces a model's buffers on meta by real buffers.
 
     `uninstall()` puts the old buffers back.
     """
@@ -334,15 +335,15 @@ class MetaBuffers:
                 place.put(tensors[key])
 
     def rebuild(self, weights: Weights | None, *, saved: bool) -> None:
-        """Makes modules compute their non-persistent buffers.
+        """Computes the non-persistent buffers that were on meta, with the code of their modules.
 
-        With `saved`, modules also compute their persistent buffers.
+        With `saved`, also computes the persistent buffers that were on meta.
 
         If a module does not compute one of its buffers, copies the buffer's values from `weights`.
 
         Raises:
-            ConfigError: neither a module nor `weights` supplies the values of a buffer, or a module has a tensor on
-                meta that is neither a parameter nor a buffer.
+            ConfigError: neither a module nor `weights` supplies the values of a buffer, the values in `weights` do not
+                fit the buffer, or a module has a tensor on meta that is neither a parameter nor a buffer.
         """
         asked = {key: places for key, places in self._places.items() if saved or not any(p.is_saved for p in places)}
         modules = {id(place.module): place.module for places in asked.values() for place in places}
@@ -362,8 +363,8 @@ class MetaBuffers:
                 lost.append(name)
         if lost:
             raise ConfigError(
-                f"the values of these buffers are not known: {', '.join(lost)}. The buffers are on meta, the weights "
-                "do not contain these buffers, and no reset_parameters() or _init_weights() computes their values. "
+                f"the values of these buffers are not known: {', '.join(lost)}. The buffers are on meta, no weights "
+                "supply their values, and no reset_parameters() or _init_weights() computes them. "
                 "Register the buffers outside of torch.device('meta'), or pass as weights= a function that returns "
                 "their values"
             )
@@ -404,7 +405,7 @@ class ModelValues:
             self.weights.check(Names(self.subject.model), {**wanted, **self.meta_buffers})
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Returns the options of the optimizer's groups."""
+        """Returns the options of the optimizer's groups, and no loss scale."""
         return {"groups": [options_of(group) for group in self.subject.original.param_groups], "loss_scale": None}
 
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
@@ -437,7 +438,7 @@ class ModelValues:
                 yield name, laid_out(part, dense_strides(self.subject.named[name])), {}, 0
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a buffer's values from the weights, if the buffer was on meta."""
+        """Copies a buffer's values from `weights`, if there are weights and the buffer was on meta."""
         if self.weights is not None and name in self.meta_buffers:
             tensor.copy_(self.weights.tensor(name, self.meta_buffers[name]))
 
@@ -452,8 +453,8 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places = {place.name: place for place in persistent_buffers(model)}
-        # Name -> checksum of the committed values. A version counter would miss changes, because some models write to
-        # buffers through `.data`, which does not change the version counter.
+        # Name -> checksum of the committed values; "" if `_always` is true. A version counter would miss changes,
+        # because some models write to buffers through `.data`, which does not change the version counter.
         self._seen: dict[str, str] = {}
         # Name -> checksum of the staged values; "" if `_always` is true.
         self._staged: dict[str, str] = {}
@@ -495,7 +496,7 @@ class Buffers:
     def require_same_kinds(self) -> None:
         """Rejects buffers whose shape or dtype changed since `offload()`.
 
-        Each step and each save calls this method first.
+        Each step and each save calls this method before it uses the buffers.
         """
         for name in self.names:
             now, (dtype, shape) = self.target(name), self._kinds[name]
@@ -513,7 +514,10 @@ class Buffers:
         return any(not same_bits(self.tensor(name), store.read(name)[0].contiguous()) for name in self.names)
 
     def stage(self, engine: Engine, step: int) -> None:
-        """Stages the buffers that changed. Before that, discards buffers that an interrupted step staged."""
+        """Stages the buffers that changed, or all buffers if `_always` is true.
+
+        Before that, discards buffers that an earlier call staged without a commit.
+        """
         self.unstage(engine)
         for name in self.names:
             values = self.tensor(name)

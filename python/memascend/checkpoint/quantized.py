@@ -31,7 +31,7 @@ _DTYPE = torch.bfloat16
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The bias of the exponents, which are stored as uint8.
 _BIAS = 127
-# The largest number of elements that are in memory in float32 at once.
+# The number of FP8 elements that are multiplied by their scales in float32 at once. A longer row is not divided.
 _PART = 1 << 22
 
 
@@ -64,13 +64,13 @@ class _Mxfp4Tensor:
 class _Fp8Tensor:
     """A matrix, or a stack of matrices, of 8-bit floats.
 
-    There is one scale per block, or one scale for all elements.
+    There is one scale per block, or one scale per matrix.
     """
 
     name: str
     codes: WeightTensor
     scales: WeightTensor
-    block: tuple[int, int] | None  # rows and columns of a block; None if the config does not contain the block size
+    block: tuple[int, int] | None  # rows and columns of a block; None if the config has no valid block size
 
     def described(self, dtype: torch.dtype | None = None) -> tuple[torch.dtype, tuple[int, ...]]:
         """Returns the dtype and the shape."""
@@ -122,14 +122,14 @@ def _scales(stored: torch.Tensor) -> torch.Tensor:
 
 
 def method_of(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the `quantization_config` of the folder's config.json; None if the weights are not quantised."""
+    """Returns the first `quantization_config` in the folder's config.json; None if there is none."""
     config = folder / "config.json"
     if not config.is_file():
         return None
     try:
         values = json.loads(read_bounded(config, "config of a model. Download it again"))
     except (ValueError, RecursionError):
-        # If the config is not readable, treat the tensors as not quantised.
+        # If config.json is not valid JSON, treat the tensors as not quantised.
         return None
     parts = [values, *values.values()] if isinstance(values, dict) else []
     found = (part.get("quantization_config") for part in parts if isinstance(part, dict))
@@ -137,7 +137,7 @@ def method_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def require_plain(sources: Mapping[str, WeightTensor], folder: Path) -> None:
-    """Rejects weights that have scales if no config.json describes their quantisation.
+    """Rejects FP8 weights, which cannot be dequantised without the `quantization_config` of a config.json.
 
     Raises:
         ConfigError: the name of a tensor ends in "_scale_inv".
@@ -154,7 +154,7 @@ def require_readable(path: object, method: object) -> None:
     """Rejects quantisations other than MXFP4 and FP8.
 
     Raises:
-        ConfigError: `method` is another quantisation; the message names the model to download instead.
+        ConfigError: `method` is another quantisation; the message says which model to download instead.
     """
     if method not in (MXFP4, FP8):
         raise refusal(path, str(method))
@@ -164,7 +164,7 @@ def refusal(path: object, how: str) -> ConfigError:
     """Returns the error for a model with an unsupported quantisation, which `how` describes."""
     name = str(path)
     plain = _BY.sub("", name)
-    instead = plain if plain != name else "its model card names it as base_model"
+    instead = plain if plain != name else "the model card names it as base_model"
     return ConfigError(
         f"{name} is quantized ({how}), but memascend reads only MXFP4 and FP8 with block scales. Download the model "
         f"without quantization ({instead})"

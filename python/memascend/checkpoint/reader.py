@@ -41,7 +41,7 @@ _READ_BYTES = 8 << 20
 
 
 def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns the step and the store of a checkpoint; None if the checkpoint is missing or damaged."""
+    """Returns the step and the store of a checkpoint; None if its manifest is missing or cannot be used."""
     try:
         return _identity_in(_manifest(Path(folder)))
     except MemascendError:
@@ -49,7 +49,7 @@ def identity_of(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def position_of(folder: str | os.PathLike[str]) -> str | None:
-    """Returns the Trainer's position in a checkpoint; None if the checkpoint is missing, damaged or has no position."""
+    """Returns the Trainer's position in a checkpoint; None if the manifest is missing, unusable or has no position."""
     try:
         return _manifest(Path(folder)).get("position")
     except MemascendError:
@@ -95,6 +95,7 @@ class Checkpoint:
             ConfigError: the folder has no manifest.
             CorruptionError: the checkpoint is damaged, a file is missing, or the checkpoint has another version. The
                 message names the problem.
+            StorageError: the manifest cannot be read.
         """
         self.folder = Path(folder)
         self.manifest = _manifest(self.folder)
@@ -104,7 +105,8 @@ class Checkpoint:
                 nbytes = path.stat().st_size
             except OSError as error:
                 raise CorruptionError(
-                    f"the checkpoint {self.folder} is partial: {name} is missing. Copy the whole folder again",
+                    f"the checkpoint {self.folder} is partial: {name} is missing or cannot be opened. Copy the whole "
+                    "folder again",
                     errno=error.errno,
                     path=str(path),
                 ) from error
@@ -119,7 +121,8 @@ class Checkpoint:
         """Compares the checksums of all files with the manifest. Each of `count` ranks reads a part of the bytes.
 
         Raises:
-            CorruptionError: a checksum differs. The message names the file and the tensor.
+            CorruptionError: a checksum differs, or a file has other tensors than its entry in the manifest. The message
+                names the file.
         """
         total = sum(entry["bytes"] for entry in self.manifest["files"].values()) // count
         turns = itertools.count()
@@ -148,7 +151,9 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} is damaged: {error}. Use another checkpoint", path=str(path)) from error
     if not whole:
         raise CorruptionError(
-            f"{path} is damaged: its checksum does not match its content. Use another checkpoint", path=str(path)
+            f"{path} is damaged or was rewritten by another program: its bytes are not those that memascend writes. "
+            "Use another checkpoint",
+            path=str(path),
         )
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
         raise CorruptionError(
@@ -168,7 +173,7 @@ def _malformed(manifest: dict[str, Any]) -> str | None:
     wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
     wrong += [name for name in ("loss_scale", "user_state") if name not in manifest]
     if wrong:
-        return f"no {wrong[0]}"
+        return f"no valid {wrong[0]}"
     if not isinstance(manifest.get("user_states", []), list):
         return "user_states"
     if manifest["step"] < 0 or not all(isinstance(group, dict) for group in manifest["groups"]):
@@ -233,8 +238,8 @@ def _verify(path: Path, entry: Mapping[str, Any], mine: Callable[[], bool], prog
         header.pop("__metadata__", None)
         if header.keys() != entry["tensors"].keys():
             raise CorruptionError(
-                f"the tensors in {path} differ from the tensors in the checkpoint's manifest, so the file or the "
-                "manifest belongs to another checkpoint. Copy the whole folder again, or use another checkpoint",
+                f"the tensors in {path} differ from the tensors in the checkpoint's manifest, although the header's "
+                "checksum is right, so the manifest is wrong. Use another checkpoint",
                 path=str(path),
             )
         for name, described in header.items():
@@ -388,7 +393,7 @@ class CheckpointValues:
     def parameters(self, units: Sequence[Unit]) -> Generator[First, None, None]:
         """Yields the first values in the order of the units.
 
-        Tensors that are not converted are views of the mapped files.
+        Tensors that are not converted are views of the mapped files where possible.
         """
         trained = set(self.subject.trained)
         for unit in units:
@@ -437,7 +442,8 @@ class CheckpointValues:
 def _user_state(manifest: Mapping[str, Any], layout: Layout) -> Any:
     """Returns this rank's `user_state`.
 
-    If another number of ranks wrote the checkpoint, warns, and returns the `user_state` of rank 0.
+    If the checkpoint has a different `user_state` for each rank, and the number of ranks has changed, warns, and
+    returns the `user_state` of rank 0.
     """
     states = manifest.get("user_states", [manifest["user_state"]] * layout.size)
     if len(states) == layout.size:

@@ -160,7 +160,7 @@ def checksums_of(nbytes: int, parts: Sequence[Part]) -> str | list[tuple[int, st
     """Returns a tensor's entry in the manifest.
 
     If the tensor has one part, the entry is the checksum of this part. If the tensor has several parts, the entry has
-    the first byte and the checksum of each part.
+    the first byte and the checksum of each part. An empty tensor has no part; its entry is the checksum of no bytes.
     """
     ends = [0, *(end for _, end, _ in parts)]
     assert [*(first for first, _, _ in parts), nbytes] == ends, f"{parts} of {nbytes} bytes"
@@ -189,11 +189,12 @@ class Shares:
         """Writes the tensors into the files of a folder; all ranks call this together.
 
         Rank 0 passes `folder` and `places`, and gets the written parts of all ranks. Other ranks pass neither `folder`
-        nor `places`. If all ranks can write to the folder, each rank writes its own rows. Otherwise all ranks send
-        their rows to rank 0, and rank 0 writes all rows.
+        nor `places`. If all ranks can write to the folder, each rank writes its own rows. Otherwise the ranks of the
+        first replica send their rows to rank 0, and rank 0 writes all rows.
 
         Raises:
             StoppedError: rank 0 has to write all rows, but the rows of another rank did not arrive.
+            StorageError: a file cannot be written or read.
         """
         sharding, exchange, rank = self._sharding, self._exchange, self._sharding.layout.rank
         word = uuid.uuid4().hex

@@ -93,7 +93,7 @@ class _MergedTensor:
         return whole
 
     def _stacked(self) -> list[list[WeightTensor]] | None:
-        """Returns the experts' matrices, one list per pattern. Returns None if the conversion has other operations.
+        """Returns the experts' matrices, one list per pattern. Returns None for any conversion but the supported one.
 
         The supported conversion stacks the matrices of a pattern along a new first dimension, and joins the stacks of
         several patterns along the second dimension.
@@ -210,7 +210,7 @@ def open_weights(weights: str | os.PathLike[str] | Callable[[str, torch.Tensor],
 
 
 class WeightFunction:
-    """The user's function (name, parameter on meta) -> values. Each call is for one parameter."""
+    """The user's function (name, tensor on meta) -> values. Each call is for one parameter or buffer."""
 
     def __init__(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         self._function = function
@@ -282,9 +282,9 @@ def sources_of(model: torch.nn.Module) -> Callable[[str, torch.Tensor], torch.Te
         if source is None or source.files.on_meta(source.key).shape != parameter.shape:
             path = next(iter(noted.values())).files.path
             raise ConfigError(
-                f"{name} has no values: its values depend on weights in {path}, but loading() did not read these "
-                "weights (this happens with resized embeddings, and with adapters that start from the weights). Save a "
-                f"model with {name} first and load that model, or make the model outside of loading()"
+                f"{name} has no values: it is on meta, and loading() found no weights of its shape for it in {path} "
+                "(this happens with resized embeddings, and with adapters that start from the weights). Save a model "
+                f"that has {name} and load that model, or make the model outside of loading()"
             )
         found[name] = source
 
@@ -327,8 +327,10 @@ class WeightFiles:
         `method`: the `quantization_config` of the weights; None to use the entry in config.json, if there is one.
 
         Raises:
-            ConfigError: safetensors files are missing, or the quantisation of the weights is not supported.
+            ConfigError: safetensors files or tensors that the index names are missing, or the quantisation of the
+                weights is not supported.
             CorruptionError: a file is damaged or incomplete.
+            StorageError: a file cannot be read.
         """
         self.path = path
         # The name of a tensor in the files -> the tensor. `matched()` may replace these entries by tensors that
@@ -359,7 +361,9 @@ class WeightFiles:
         return list(self._where)
 
     def check(self, names: Names, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Requires that the files and `wanted` have the same tensors, with the same shapes and dtypes.
+        """Requires that the files have all tensors in `wanted`, with their shapes and dtypes.
+
+        Rejects files with tensors that the model does not have.
 
         Raises:
             ConfigError: a tensor is missing, unexpected, or has another shape or dtype. Or the files have different
@@ -429,7 +433,7 @@ class WeightFiles:
     def at(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a tensor by its name in the files.
 
-        The tensor is a view of the mapped file, unless the tensor is converted or quantised.
+        The tensor is a view of the mapped file where possible. A converted or quantised tensor is a copy.
         """
         return self._where[key].values(dtype)
 
@@ -485,9 +489,12 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
-    """Returns the error for a folder without usable safetensors files. The message tells how to convert other files."""
+    """Returns the error for a folder without usable safetensors files. The message says how to convert other files."""
     what = (
-        f"{path} has {len(files)} safetensors files, but no {_INDEX}" if files else f"{path} has no safetensors files"
+        f"weights must be one safetensors file, or several with an index: {path} has {len(files)} safetensors files, "
+        f"but no {_INDEX}"
+        if files
+        else f"weights must be one safetensors file, or several with an index: {path} has no safetensors files"
     )
     if any(path.glob("shard-*.safetensors")):
         what += (
@@ -546,7 +553,7 @@ def _opened(file: Path) -> Any:
 
 
 def _require_file(path: Path) -> None:
-    """Rejects a path if open() could block forever, as with a named pipe that has no writer."""
+    """Rejects a path that is not a regular file. The open() of a named pipe without a writer would block forever."""
     if not path.is_file():
         raise ConfigError(f"{path} is not a regular file, so weights cannot be read from it. Remove it from the folder")
 
@@ -558,7 +565,8 @@ def _problem(what: str, names: list[str]) -> str:
 def _untying(found: Matched, untied: list[tuple[str, str]]) -> str:
     """Describes parameters that the model ties although the files have different values for them.
 
-    Flan-T5's LM head is an example. The text includes the code that unties the parameters.
+    Flan-T5's LM head is an example. If the model has two names for the parameter, the text includes the code that
+    unties them.
 
     Returns "" if `untied` is empty.
     """

@@ -60,16 +60,18 @@ def save(
     Args:
         folder: the folder of the checkpoint. Other files in this folder, such as a tokenizer, are kept.
         records: the tensors of the checkpoint, on meta.
-        model: the order of its parameters becomes the order of the tensors in the files. The configuration of the model
-            is written, too.
-        facts: the fields of the manifest besides the files and the format.
+        model: the order of its parameters decides which file has which tensor. `save()` also writes the configuration
+            of the model.
+        facts: the fields of the manifest that do not describe the files or the format.
         fill: writes the tensors of `records` into files that already have their headers.
         among_others: also accepts a folder that has other files but no checkpoint. Replaces weight files in this
             folder.
 
     Raises:
-        ConfigError: the folder is not a valid path, or the folder contains files that are not a checkpoint.
+        ConfigError: the folder is not a valid path, has no parent folder, or contains files that are not a checkpoint;
+            or safetensors does not support the dtype of a tensor.
         StorageError: the disk is full or fails.
+        UsageError: another process is saving to the folder.
     """
     why = refusal_of(folder)
     if why is not None:
@@ -111,7 +113,7 @@ def save_weights(folder: Path, records: Sequence[Content], model: torch.nn.Modul
 
 
 class _CheckpointFiles:
-    """The files of one checkpoint. The tensors are in the order of the model's parameters."""
+    """The files of one checkpoint. The tensors are divided into files in the order of the model's parameters."""
 
     def __init__(self, records: Sequence[Content], model: torch.nn.Module) -> None:
         order = {name: position for position, (name, _) in enumerate(model.named_parameters())}
@@ -181,7 +183,8 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
     ours = is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
     if target.exists() and not ours:
         raise ConfigError(
-            f"{target} contains files that are not a checkpoint, so nothing was written. Pass another folder"
+            f"{target} is a file or contains files that are not a checkpoint, so nothing was written. Pass another "
+            "folder"
         )
     free = shutil.disk_usage(parent).free
     if nbytes > free:
@@ -196,7 +199,7 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
 def _keep_others(target: Path, new: Path) -> None:
     """Links the target's other files, such as a tokenizer, into the new folder.
 
-    Other files are the files that no checkpoint wrote.
+    Other files are the files that the target's manifest does not name, and that the new folder does not have.
     """
     if not target.is_dir():
         return
@@ -214,7 +217,7 @@ def _keep_others(target: Path, new: Path) -> None:
 
 
 def _linked(source: str, to: str) -> None:
-    """Makes a hard link to a file. Copies the file if the file system has no hard links."""
+    """Makes a hard link to a file. Copies the file if this fails, as on file systems without hard links."""
     try:
         os.link(source, to, follow_symlinks=False)
     except OSError:

@@ -1,7 +1,7 @@
 """Implements the command line. Each command is a module or folder, which is imported when the command is called.
 
-Invariant: `--help` of every command works without torch, because commands import torch in functions. The exit code is 0
-(success), 1 (a problem that the message names) or 2 (wrong usage). With `--json`, a command prints one JSON value.
+Invariant: `--help` of every command works without torch, because commands import torch in functions. With `--json`, a
+command prints one JSON value. `main()` documents the exit codes.
 
 `train` trains a model. `plan` estimates a run. `store` and `doctor` inspect stores and machines, and never change a
 store. `demo` compares training with and without offloading.
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Each command is a module with two functions: add_arguments(parser), and run(options), which returns the exit code.
+# Each command is a module with two functions: add_arguments(parser), and run(options), which returns the exit code. A
+# module may also have the texts USAGE and HELP for its `--help`.
 _COMMANDS = {
     "doctor": "Check this machine, and print what to do about each check that is slow or fails.",
     "demo": "Train a model in memory and offloaded, side by side, and compare every bit (one minute).",
@@ -44,7 +45,7 @@ _OPTION = re.compile(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of one command. For unknown arguments, it shows the usage of this command instead of the program's."""
+    """The parser of the program or of one command. For unknown arguments of a command, shows the command's usage."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -64,8 +65,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, and returns its exit code.
 
-    The exit code is 0 after success, 1 if the message names a problem, 2 after wrong usage, 130 after Ctrl-C, and 143
-    after SIGTERM.
+    The exit code is 0 after success, 1 if the command fails or reports a problem, 130 after Ctrl-C, and 143 if `train`
+    ends after SIGTERM. After wrong usage, raises SystemExit with code 2.
     """
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."

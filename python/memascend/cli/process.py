@@ -1,4 +1,4 @@
-"""Reads the memory of this process from /proc/self/status."""
+"""Reads from /proc how much memory this process uses, and resets its recorded peak."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Finding:
     subject: str  # the name of the check, for the user
     found: str  # the result of the check, for the user
     verdict: Literal["fine", "slower", "fails"] = "fine"
-    advice: str = ""  # what the user can do; "" if the verdict is "fine"
+    advice: str = ""  # the reason for the verdict, what the user can do, or both; "" if the verdict is "fine"
 
 
 Pattern = Literal["read", "write", "mixed"]
@@ -99,7 +99,7 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-# The size of the trial file. The file is larger than a small drive's cache, and a drive writes it in seconds.
+# The largest size of the trial file. It is larger than a small drive's cache, and a drive writes it in seconds.
 _TRIAL_BYTES = 512 << 20
 _TRIAL_SECONDS = 1.5
 # The block size and the queue depth that were the fastest on every measured disk.
@@ -215,7 +215,7 @@ def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
 
 
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
-    """Measures each pattern. If a pattern writes, first writes the whole volume once."""
+    """Measures each pattern. If a pattern writes, first fills the volume for at most `_TRIAL_SECONDS`."""
     speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
@@ -251,16 +251,19 @@ def disk_folder() -> Path:
     """Returns the first writable folder on a disk among the temporary folder, /var/tmp and the current folder.
 
     Raises:
-        StorageError: each of these folders is in RAM, or this user may not write to it.
+        StorageError: each of these folders is in RAM, does not exist, or rejects this user's writes.
     """
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:
             return place
-    raise StorageError("no temporary folder is on a writable disk: pass --storage with a folder on a disk")
+    raise StorageError(
+        "the temporary folder, /var/tmp and the current folder are in RAM or cannot be written: pass --storage with a "
+        "folder on a disk"
+    )
 
 
 def file_system(folder: Path) -> str:
-    """Returns the type of the file system of `folder`, from /proc/self/mountinfo."""
+    """Returns the type of the file system of `folder`; "a file system" if /proc/self/mountinfo does not list it."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():

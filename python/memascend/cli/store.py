@@ -1,4 +1,4 @@
-"""Implements `memascend store`: shows the contents of a store, or verifies every byte of the store."""
+"""Implements `memascend store`: shows the contents of a store, or verifies every byte of its last two commits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the action. Returns exit code 1 if the store is damaged, else 0."""
+    """Runs the action. Returns exit code 1 if the store is damaged or cannot be opened, else 0."""
     if options.action == "verify":
         return _verify(options.paths, as_json=options.json)
     return _info(options.paths, partial(_describe, as_json=options.json, verbose=options.verbose), quiet=options.json)
@@ -66,7 +66,7 @@ def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet:
         with looked_at as store:
             print(f"memascend store: {error}", file=sys.stderr)
             if not quiet:
-                print("this store cannot be opened as it is. The newest undamaged catalog in the store says:")
+                print("this store cannot be opened as it is. Its newest undamaged catalog describes this commit:")
             describe(store)
         return 1
     return 0
@@ -95,12 +95,13 @@ def _describe(store: storage.Store, *, as_json: bool, verbose: bool) -> None:
     print(table(("name", "unit", "dtype", "shape", "updates", "state"), rows))
 
 
-# Matches a number between dots in the name of a tensor. Such a number is the index of a layer or an expert.
+# Matches a number between dots, or after the last dot, in the name of a tensor. Such a number is usually the index of a
+# layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _groups(records: list[dict[str, Any]]) -> str:
-    """Returns a table with one row for each group of tensors whose names differ only in numbers."""
+    """Returns a table with one row for each group of tensors that differ only in the numbers in their names."""
     groups: dict[tuple[str, ...], int] = {}
     for record in records:
         row = (
@@ -161,7 +162,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
         _tell(commits, seconds)
         for copy in damaged:
             print(f"{copy}; the other copy is undamaged, and the next training step repairs the damaged copy")
-    # A damaged copy has an undamaged copy, so no data is lost. But the drive may be failing, so the exit code is 1.
+    # The other copy is undamaged, so no data is lost. But the drive may be failing, so the exit code is 1.
     return 0 if commits[0].whole and not damaged else 1
 
 
@@ -208,7 +209,10 @@ def _tell(commits: list[storage.Commit], seconds: float) -> None:
             print(f"{_named(other)} is whole: {_PREVIOUS} opens this commit")
         elif newest.whole:
             count = len(other.damages) + other.others
-            print(f"{_named(other)} is older, and has {count} overwritten parts: this is normal once a next step began")
+            print(
+                f"{_named(other)} is older, and has {count} overwritten or damaged parts: this is normal once the next "
+                "step has begun"
+            )
         else:
             print(f"memascend store: {_named(other)} is not whole either:", file=sys.stderr)
             _list(other)

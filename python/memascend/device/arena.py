@@ -2,7 +2,8 @@
 
 [Note: reuse of slots] When the last view of a lease is deleted, kernels that use the slot may still be queued. So
 `used` records each stream that computes with a lease. When the slot returns, `_came_back` marks the end of the queued
-work on these streams, and the next copy into the slot waits for these marks (`after`). The host never waits.
+work on these streams, and the next copy into the slot waits for these marks (`after`). The host does not wait for
+these kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class _Hold:
-    """Returns the slot of a lease when the last view of the lease is deleted, in any thread.
+    """Puts the slot of a lease into `_gone` when the last view of the lease is deleted, in any thread.
 
     The storage of the lease owns this object, and deletes it with the last view.
     """
@@ -151,14 +152,16 @@ class DeviceArena:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutExpired(
-                    f"no slot of {bound} bytes for units on {self._device.torch_device} became free, because other "
-                    "code still uses tensors in these slots: delete these tensors, or pass a larger device_memory="
+                    f"no slot of {bound} bytes for units on {self._device.torch_device} became free, because "
+                    "tensors in all of these slots still exist: delete tensors that your code keeps, or pass a larger "
+                    "device_memory="
                 )
             self._take_back(wait=left)
 
     def used(self, tensor: torch.Tensor) -> bool:
-        """Records that the caller's current stream computes with a lease; returns True at the stream's first call.
+        """Records that the caller's current stream computes with a lease.
 
+        Returns True at the stream's first call for this lease, and False if `tensor` is not a lease of this arena.
         See [Note: reuse of slots].
         """
         slot = self._slots.get(torch.Tensor.untyped_storage(tensor).data_ptr())

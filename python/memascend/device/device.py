@@ -80,7 +80,7 @@ class Copy:
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Makes the host wait for the work; raises the error with which the work failed."""
+        """Blocks the calling thread until the work has ended; raises the error with which the work failed."""
         self.event.synchronize()
 
     def order(self) -> None:
@@ -92,14 +92,14 @@ class Device:
     """A CUDA device with one stream for copies in each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams. This also makes the CUDA context, without which no host memory can be pinned."""
+        """Makes the streams. This also makes the CUDA context, without which CUDA cannot pin host memory."""
         self.torch_device = device
         # A device can copy in both directions at once.
         self._inward = torch.cuda.Stream(device)
         self._outward = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Returns a page-aligned uint8 tensor of `nbytes` on the device. May raise OutOfMemoryError."""
+        """Returns an uninitialised uint8 tensor of `nbytes` on the device. May raise OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self) -> int:
@@ -144,11 +144,11 @@ class Device:
         return Copy(self.torch_device, stream)
 
     def bring(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begins to copy from pinned host memory to the device, once the work `after` has ended."""
+        """Queues a copy from pinned host memory to the device. The copy starts once the work `after` has ended."""
         return self._copied(self._inward, source, target, after)
 
     def take(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Copy]) -> Copy:
-        """Begins to copy from the device to pinned host memory, once the work `after` has ended."""
+        """Queues a copy from the device to pinned host memory. The copy starts once the work `after` has ended."""
         return self._copied(self._outward, source, target, after)
 
     def allocated(self) -> tuple[int, int]:

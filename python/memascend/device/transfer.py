@@ -30,7 +30,7 @@ CHECKERS = 2
 
 
 class _UnitUpload:
-    """The upload of one unit; `Staging._changed` guards the fields."""
+    """The upload of one unit; `Staging._changed` guards all writes to the fields."""
 
     __slots__ = ("address", "base", "copied", "error", "last", "next", "parts", "places", "working")
 
@@ -85,7 +85,7 @@ class _UnitUpload:
 class Staged:
     """The caller's handle of an upload.
 
-    Its deletion cancels parts that were not begun, and waits for all other parts.
+    Its deletion cancels parts that were not begun, and waits until the staging thread has ended its work on the others.
     """
 
     _staging: Staging
@@ -99,6 +99,8 @@ class Staged:
 
         Raises:
             StorageError: a drive failed, or the bytes differ from the written bytes (CorruptionError).
+            DeviceError: the device failed.
+            UsageError: the run was closed.
         """
         return self._staging.waited(self._unit)
 
@@ -120,7 +122,7 @@ class Staging:
 
         `chunks` are pinned uint8 tensors of equal size, which begin on pages. `parts_of(name, bytes_max, settle=)`
         returns the parts of a unit, as `Engine.parts` does. `after(lease)` returns the work that must end before the
-        lease is written; the thread calls it once for each lease.
+        lease is written; the thread calls it before the first copy to a lease.
         """
         self._device = device
         self._chunk_bytes = chunks[0].nbytes
@@ -339,7 +341,10 @@ class _Window:
 
 
 class DeviceEngine:
-    """Wraps an engine, so that its calls accept gradients on a device. All other calls go to the engine unchanged."""
+    """Wraps an engine, so that `update`, `spill` and `apply` accept gradients on a device.
+
+    All other calls go to the engine unchanged.
+    """
 
     def __init__(
         self, engine: Engine, device: Device, windows: Sequence[torch.Tensor], ram_tier: Collection[str] = ()
@@ -347,15 +352,14 @@ class DeviceEngine:
         """Makes the engine read gradients through two windows, except gradients of records in the `ram_tier`.
 
         Gradients of the RAM tier wait in host memory until step(), so they are copied whole. The windows are pinned
-        uint8 tensors of equal size. This size is a multiple of the gradient bytes that a chunk of an update reads.
+        uint8 tensors of equal size. A window is not smaller than the gradient bytes that a chunk of an update reads.
         """
         self._engine = engine
         self._ram_tier = frozenset(ram_tier)
         self._device = device
         self._windows = [_Window(memory) for memory in windows]
         self._bytes = windows[0].nbytes
-        # Guards the windows. `_window` runs on the engine's thread, or, after a failed step, on another thread. `end`
-        # runs on the thread that closes the run.
+        # Guards the windows. `_window` runs on the engine's thread. `end` runs on the thread that closes the run.
         self._lock = threading.Lock()
         self.update = self._lending(engine.update)
         self.spill = self._lending(engine.spill)
@@ -424,7 +428,10 @@ class DeviceEngine:
         # smaller.
         span = self._bytes // nbytes * nbytes
         if not span:
-            raise UsageError(f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes} bytes")
+            raise UsageError(
+                f"a chunk of {nbytes} bytes of a gradient does not fit a window of {self._bytes} bytes: give "
+                "DeviceEngine larger windows"
+            )
         with self._lock, failures_named(self._device):
             self._device.enter_thread()
             window = next((window for window in self._windows if window.has(gradient, start, nbytes)), None)

@@ -1,4 +1,4 @@
-"""Allocates and fills the memory of units, on the host, or on a device through a few chunks of host memory."""
+"""Allocates memory for units of parameters, on the host or on a device, and begins reads into this memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("memascend")
 
 
 class HostUnits:
-    """Memory for units on the host, into which the store reads directly."""
+    """Host memory for units. `begin` makes the engine read a unit directly into this memory."""
 
     device = None
     unregistered = None
@@ -49,7 +49,7 @@ class HostUnits:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory that are taken, by owner."""
+        """The bytes of host memory that this object has, by owner."""
         return {"units": self.arena.held_bytes}
 
     def stop(self) -> None:
@@ -61,14 +61,14 @@ class HostUnits:
 
 
 class DeviceUnits:
-    """Memory for units in an arena on a device; units and gradients pass through chunks of host memory."""
+    """Device memory for units. Units are copied to the device, and gradients from it, through chunks of host memory."""
 
     def __init__(
         self, engine: Engine, device: Device, classes: Mapping[int, int], ram_tier: Collection[str] = ()
     ) -> None:
-        """Takes the memory on host and device, and starts the staging thread.
+        """Allocates the memory on host and device, and starts the staging thread.
 
-        Gradients of records in the `ram_tier` wait in host memory.
+        Gradients of records in `ram_tier` do not pass through chunks: they are copied whole to host memory.
         """
         self.device = device
         self._ram_tier = ram_tier
@@ -100,7 +100,7 @@ class DeviceUnits:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory that are taken, by owner."""
+        """The bytes of host memory that this object has, by owner."""
         rings = {"unit staging": self._ring, "gradient windows": self._windows}
         return {
             name: 0 if ring.region.closed else ring.region.mapped_bytes + int(ring.stats()["tables"])
@@ -109,7 +109,7 @@ class DeviceUnits:
 
     @property
     def unregistered(self) -> str | None:
-        """Why host chunks are not registered with the driver, and what this costs; None if they are registered."""
+        """Why some host chunks are not registered with CUDA, and what this costs; None if all chunks are registered."""
         regions = (self._ring.region, self._windows.region)
         why = next((region.why_not for region in regions if region.pinned != "cuda"), None)
         return None if why is None else f"{why}; {memory.UNREGISTERED}"
@@ -124,7 +124,7 @@ class DeviceUnits:
         self._staging.close()
 
     def close(self) -> None:
-        """Releases the memory."""
+        """Waits for copies of gradients, and releases the host memory."""
         if self._lending is not None:
             self._lending.end()
         self._ring.close()

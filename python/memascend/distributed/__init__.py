@@ -1,10 +1,14 @@
 """Offloads models that torch's `fully_shard` shards. Each rank has its own store, with its rows of each parameter.
 
-[Note: All ranks or none] A step is committed on all ranks or on none, so that all of them can open one commit. The
-results of a run do not depend on the number of ranks. All ranks make the same calls in the same order. If a rank fails,
-dies or hangs, all other ranks raise an error within the timeout, and no rank commits again. The error names the rank
-that failed. Ranks never train from rows of different commits. They never begin a new run if another rank has a store of
-an earlier run.
+[Note: All ranks or none] All ranks make the same calls in the same order, and make each commit together. A resume opens
+the newest commit that all ranks have, so ranks never train from rows of different commits. Unless `existing` is
+"replace", ranks do not begin a new run while a rank has a store in which a run has made a step.
 
-Only `fsdp` uses torch's private fields. A single process with a plain model imports nothing of this package.
+If a rank fails, dies or hangs, all other ranks raise an error, which names that rank if it is known. If the rank itself
+reported an error before any rank wrote the root of the commit, all ranks can discard the step and continue. After the
+loss of a rank, or an error in a forward or a backward, no rank commits again.
+
+With `reduction="ordered"`, results do not depend on the number of ranks; docs/gpus.md has the exceptions.
+
+Only `fsdp` uses private fields of FSDP2.
 """

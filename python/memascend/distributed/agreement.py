@@ -38,7 +38,9 @@ class Agreement:
     store: Store  # this rank's store
     run: bytes  # the run's id, 16 bytes
     number: int  # the number of the last commit; 0 before the first
-    identity: bytes  # of the last commit; before the first commit, of the commit from which the store was filled
+    # The identity of the last commit. Before the first commit: the identity of the commit from which the store was
+    # filled, or zeros.
+    identity: bytes
     nonce: bytes  # random bytes of this opening: commits of another opening of these stores get other identities
     layout: Layout
     # The number and identity of the commits that this rank makes alone while it fills its store. None if all ranks
@@ -58,7 +60,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Wraps the work before a commit.
+        """Wraps a commit and the work before it.
 
         If this rank fails, the other ranks get the error and do not wait for this rank.
         """
@@ -72,11 +74,12 @@ class Agreement:
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
-        """Makes a commit on all ranks, or on no rank.
+        """Makes a commit on all ranks, or on no rank. After `alone()`, makes the commit on this rank only.
 
         Raises:
-            RankError: a rank failed. If that rank reported its error before any rank wrote a root, all ranks can
-                discard the step and try again. Otherwise no rank commits again, not even in `close()`.
+            RankError: another rank failed or is gone, ranks are at different commits, or ranks with the same rows
+                computed different values. If a rank reported an error, or values differ, before any rank wrote a root,
+                all ranks can discard the step and try again. Otherwise no rank commits again, not even in `close()`.
         """
         if self._own is not None:
             return make((self.run, *self._own, self.exchange.rank, self.layout.shards), lambda: None)
@@ -100,14 +103,14 @@ class Agreement:
                 self._ask("written", number, _UNKNOWN)
             except BaseException:
                 if agreed:
-                    # A rank failed while ranks wrote roots. The next opening finds out which ranks have the commit.
+                    # Some ranks may have written their roots. The next opening finds out which ranks have the commit.
                     self.store.end()
                 raise
         self.number, self.identity = number, identity
         return generation
 
     def _ask(self, phase: str, number: int, remedy: str) -> None:
-        """Waits until all ranks have reached this phase of this commit."""
+        """Waits until all ranks have reached `phase`. Ends the store and raises if ranks are at different commits."""
         numbers = self.exchange.all_gather(phase, number, remedy=remedy)
         apart = {rank: other for rank, other in enumerate(numbers) if other != number}
         if apart:
@@ -129,13 +132,13 @@ class Agreement:
         return int.from_bytes(data, "little") * (-1 if layout.replica else layout.replicas - 1)
 
     def reject(self, digest: int, remedy: str = DISCARDED) -> NoReturn:
-        """Rejects a step, because ranks with the same rows computed different values."""
+        """Raises the error for ranks with the same rows that computed different values; a collective call."""
         digests, shards = self.exchange.all_gather("the digests", digest), self.layout.shards
         apart = tuple(rank for rank, one in enumerate(digests) if one != digests[rank % shards])
         first = apart[0] % shards
         raise RankError(
-            f"{ranks_text(apart)} computed other values than rank {first} from the same rows and the same gradients: "
-            "give all replicas the same learning rates and other options, the same version of torch and the same kind "
-            f"of processor; {remedy}",
+            f"{ranks_text(apart)} computed other values than rank {first} and its replica for the same rows: give all "
+            "replicas the same learning rates and other options, the same version of torch and the same kind of "
+            f"processor; {remedy}",
             ranks=apart,
         )

@@ -1,4 +1,4 @@
-"""Runs collectives. If one rank fails, the collective ends on all ranks, and the error names the failed rank."""
+"""Runs collectives among the ranks; if a collective fails, raises an error that names the rank that failed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SECONDS_MIN = 0.5
 
 
 class Collectives:
-    """Runs the collectives of a forward and a backward.
+    """Runs the collectives of forwards and backwards, and the transfers of rows into new stores.
 
-    On the CPU, `Collectives` makes two gloo groups. One group has the ranks of this rank's replica, the other group has
-    the ranks with this rank's rows. A rank that fails leaves the groups, so that all other ranks stop waiting and raise
-    the same error. On other devices, `Collectives` uses the groups of the mesh.
+    On the CPU, `Collectives` makes a gloo group of the ranks of this rank's replica. With several replicas, it also
+    makes a gloo group of the ranks with this rank's rows. A rank that fails leaves the groups, so that all other ranks
+    stop waiting and raise an error. On other devices, `Collectives` uses the groups of the mesh.
     """
 
     def __init__(self, exchange: Exchange, layout: Layout | None = None, device: torch.device | None = None) -> None:
@@ -51,7 +51,8 @@ class Collectives:
         self._done: list[str] = []
         self._last: list[str] = []
         self._sum = Checksum()
-        # By parameter name: the digest of the rows that this rank gave to its first gather after `take_row_digest()`.
+        # By parameter name: the digest of the rows that this rank gave to the parameter's first gather since the last
+        # `take_row_digest()`.
         self._rows: dict[str, int] = {}
         self._group: Any = None
         self._group_of_peers: Any = None
@@ -77,7 +78,10 @@ class Collectives:
         return found
 
     def note_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Records a digest of rows that this rank gives to a gather. Ranks with the same rows compare their digests."""
+        """Records a digest of the rows that this rank gives to the first gather of `name` since `take_row_digest()`.
+
+        Ranks with the same rows compare their digests.
+        """
         if name not in self._rows:
             text = f"{name} {checksum_of(flat(rows).cpu())}".encode()
             self._rows[name] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -88,10 +92,10 @@ class Collectives:
         return found
 
     def require_same(self, checksums: Sequence[str]) -> None:
-        """Rejects a step in which ranks mixed rows or gradients of different modules.
+        """Rejects a step in which the ranks made different gathers or reductions.
 
-        FSDP2 does not detect such a mix, because FSDP2 compares only shapes. `checksums` has the `take_checksum()` of
-        each rank.
+        FSDP2 does not compare these: if the shapes are equal, FSDP2 mixes rows or gradients of different modules
+        without an error. `checksums` has the `take_checksum()` of each rank.
         """
         if len(set(checksums)) == 1:
             return
@@ -110,7 +114,7 @@ class Collectives:
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
-        """Calls `do` with the group of this rank's replica; returns its result.
+        """Calls `do` with the group of this rank's replica; returns the result of `do`.
 
         If `peers` is set, `do` gets the group of the ranks with the same rows. If this object has no groups, `do` gets
         `given`, which is the mesh's group. `what` names the collective in errors.
@@ -138,7 +142,10 @@ class Collectives:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Wraps this rank's work before or after a collective. If the work fails, the other ranks stop waiting."""
+        """Wraps this rank's work before or after a collective.
+
+        If the work fails, this rank leaves the groups, reports the error to the other ranks, and ends the exchange.
+        """
         try:
             yield
         except BaseException as error:

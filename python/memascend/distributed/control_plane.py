@@ -35,7 +35,8 @@ _INTERRUPT_SECONDS = 0.05
 # timeout, because the message may have arrived already.
 _SECONDS_MIN = 0.01
 _TAG_WORD, _TAG_DETAIL, _TAG_NOTHING = range(23, 26)
-# This share of the timeout is reserved for whole messages. Whole messages show each rank which other rank is missing.
+# This share of the timeout, but at most `_DETAIL_SECONDS_MAX`, is reserved for whole messages. Whole messages show each
+# rank which other rank is missing.
 _PART_DETAIL = 0.25
 _DETAIL_SECONDS_MAX = 5.0
 # A rank that waits for a `Word` also looks for another rank's alarm: this many times within `_detail_seconds`.
@@ -44,8 +45,9 @@ _LOOKS = 8
 # has 180 digits, and for a digest, which has 32 digits.
 _WORD_BYTES = 512
 DIGEST_BYTES = 16
-# The state of a `Word`, which summarizes the messages of some ranks. `_SAME`: these ranks sent equal values. `_APART`:
-# the values differ, or a rank failed. `_LOST`: a rank is missing.
+# The state of a `Word`, which summarizes the messages of some ranks. `_SAME`: these ranks sent equal subjects and
+# values. `_APART`: the messages differ, a rank failed, or the sums do not fit into a word. `_LOST`: a rank is missing,
+# or has stopped waiting.
 _SAME, _APART, _LOST = range(3)
 # The content of a message. "value": a value. "failed": an error on the sender. "lost": the sender has found that other
 # ranks did not take part.
@@ -66,7 +68,7 @@ class Message(NamedTuple):
 class Word(NamedTuple):
     """A summary, of fixed size, of the messages that some ranks send in one exchange.
 
-    If the messages of all ranks are equal, ranks exchange only words, and no whole messages.
+    If the word of all ranks has the state `_SAME`, ranks exchange only words, and no whole messages.
     """
 
     state: int
@@ -84,7 +86,10 @@ class Word(NamedTuple):
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
     def apart(self) -> Word:
-        """Returns this word in state `_APART`: the summarized messages differ, or the sums do not fit into a word."""
+        """Returns this word without sums: the summarized messages differ, or the sums do not fit into a word.
+
+        The state of the result is `_APART`, or `_LOST` if this word has that state.
+        """
         return Word(max(self.state, _APART), self.number, self.digest, [])
 
     def and_of(self, other: Word) -> Word:
@@ -141,11 +146,11 @@ class Exchange:
     """
 
     def __init__(self, timeout: float) -> None:
-        """Makes the group; a collective call. Raises the errors of `rendezvous.meet`."""
+        """Makes the group; a collective call. Raises the errors of `rendezvous.meet` and of `Meeting.make_group`."""
         self.meeting = Meeting(timeout)
         self.rank, self.size = self.meeting.rank, self.meeting.size
         self.timeout = timeout
-        # The error that every call raises after the exchange has ended; None before.
+        # The error that `all_gather` and its callers raise after the exchange has ended; None before.
         self.broken: RankError | None = None
         # The last failure that a rank reported.
         self.failure: Failure | None = None
@@ -189,7 +194,7 @@ class Exchange:
         """Sends integers with the next message. The exchange of that message adds the integers over all ranks.
 
         After the next message, the returned list has the sums. All ranks must add the same number of integers. A rank
-        that must not be counted adds zeros.
+        with nothing to add passes zeros.
         """
         sums = [*map(int, numbers)]
         self._adding.append(sums)
@@ -200,15 +205,16 @@ class Exchange:
         return self.all_gather("the findings", mine)
 
     def first_other(self, mine: Any) -> int | None:
-        """Returns the first rank whose JSON value differs from the value of rank 0; None if all values are equal."""
+        """Returns the first rank whose JSON value differs from rank 0's; None if there is none. A collective call."""
         values = self.all_values(mine)
         return next((rank for rank, one in enumerate(values) if one != values[0]), None)
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Calls `do`. If `do` raises on one rank, all ranks raise an error, which names that rank; a collective call.
+        """Calls `do`; returns its result once `do` has returned on all ranks. A collective call.
 
         Raises:
-            MemascendError: `do` raised on another rank; `other` makes the error.
+            MemascendError: `do` raised on another rank; `other` makes the error, which names that rank.
+            RankError: a rank is gone, or made a different call; the exchange has ended.
         """
         known = self.failure
         try:
@@ -220,7 +226,7 @@ class Exchange:
             if failure is None or failure is known or not error.ranks or self.rank in (*failure.ranks, *error.ranks):
                 raise
             raise other(
-                f"rank {error.ranks[0]} refused this call, so the call failed on all ranks ({failure.reasons})"
+                f"the call failed on rank {error.ranks[0]}, so it failed on all ranks ({failure.reasons})"
             ) from error
         return done
 
@@ -257,7 +263,7 @@ class Exchange:
     def lost(self, where: str, within: float) -> RankError:
         """Reports to all ranks that this rank has lost other ranks; returns the error to raise.
 
-        Takes at most `within` seconds.
+        Waits at most `within` seconds for the messages of other ranks.
         """
         if self.broken is None:
             with contextlib.suppress(RankError):
@@ -266,16 +272,16 @@ class Exchange:
         return self.broken
 
     def end(self, why: str) -> None:
-        """Ends the exchange: every later call raises."""
+        """Ends the exchange: later calls that exchange messages raise `broken`."""
         if self.broken is None:
             self.broken = RankError(
-                "the step ended on all ranks, and no rank commits again: start all ranks again, and the run resumes at "
+                "the run ended on all ranks, and no rank commits again: start all ranks again, and the run resumes at "
                 f"the last step that all ranks have ({why})",
                 ranks=() if self.failure is None else self.failure.ranks,
             )
 
     def close(self) -> None:
-        """Leaves all groups. Ranks that still use a group notice that this rank is gone."""
+        """Ends the exchange, and leaves its groups. Ranks that still use a group notice that this rank is gone."""
         self.line.close()
         if self.broken is not None and self._group is not None:
             # A thread of this rank may still wait for a word: end the wait.
@@ -319,8 +325,8 @@ class Exchange:
             )
             raise
         if word.state == _LOST and not lost and all(one.kind != "lost" for one in heard.values()):
-            # All ranks answered in the end, but one of them had already given up. The rank that waited the shortest
-            # time was late.
+            # All ranks answered in the end, but one of them had already stopped waiting. The rank that waited the
+            # shortest time was late.
             lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
         self._require_all(own, heard, lost)
         problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "value"}
@@ -355,14 +361,14 @@ class Exchange:
         if lost:
             self._hang_up()
         ranks = self.meeting.at_fault(lost) if lost else tuple(sorted(strange))
-        named = f"{ranks_text(ranks)} did not take part within {self.timeout:g} s"
+        named = f"{ranks_text(ranks)} did not take part in this exchange within {self.timeout:g} s"
         if len(ranks) == len(lost) == len(self._others) > 1:
             named = "every other rank is gone: this rank came too late, or its network failed"
         why = {rank: (lost or strange).get(rank, "other ranks lost it") for rank in ranks}
         because = {rank: f"it ended because of {ranks_text(ranks)}" for rank in lost if rank not in ranks}
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         self.broken = RankError(
-            f"{named} ({own.about or own.value}): the step ended on all ranks, and no rank commits again; start all "
+            f"{named} ({own.about or own.value}): the run ended on all ranks, and no rank commits again; start all "
             f"ranks again, and the run resumes at the last step that all ranks have ({reasons})",
             ranks=ranks,
         )
@@ -371,7 +377,7 @@ class Exchange:
     # --- words --------------------------------------------------------------------------
 
     def _agreed(self, own: Word, until: float) -> Word:
-        """Returns the combined word of all ranks; `_LOST_WORD` if a rank is missing or has given up."""
+        """Returns the combined word of all ranks; `_LOST_WORD` if a rank is missing or has stopped waiting."""
         found: list[Word] = []
         self._sending = (self._sending[1], [])
         over, rung = threading.Event(), threading.Event()
@@ -400,8 +406,8 @@ class Exchange:
     def _received(self, group: Any, rank: int) -> Word:
         room = _room()
         try:
-            # Wait for up to twice the timeout, so that this wait does not time out before `_agreed` gives up. If a wait
-            # times out, gloo closes all connections, and the exchange of whole messages needs these connections.
+            # Wait for up to twice the timeout, so that this wait does not time out before `_agreed` stops waiting. If a
+            # wait times out, gloo closes all connections, and the exchange of whole messages needs these connections.
             work = distributed.irecv(room, rank, group=group, tag=_TAG_WORD)
             assert work is not None
             work.wait(timedelta(seconds=2 * self.timeout))
@@ -416,7 +422,7 @@ class Exchange:
             self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
-        """Sets `rung` soon after another rank has given up. Otherwise this rank might wait for a rank that hangs."""
+        """Sets `rung` soon after a rank has set the alarm. Otherwise this rank might wait for a rank that hangs."""
         with contextlib.suppress(RuntimeError):
             while not over.wait(self._detail_seconds / _LOOKS):
                 if self.meeting.has_alarm():
@@ -424,7 +430,7 @@ class Exchange:
                     return
 
     def _ring(self) -> None:
-        """Makes all ranks stop waiting for a word: sets an alarm in torch's store, sends `_LOST_WORD` to neighbours."""
+        """Ends all waits for a word: sets the alarm in torch's store, and sends `_LOST_WORD` to neighbours."""
         self.meeting.alarm()
         for rank in {*self._children, self._parent} - {self.rank}:
             self._send(self._group, _LOST_WORD, rank)
@@ -533,7 +539,7 @@ class Alone:
         return [mine]
 
     def together(self, do: Callable[[], _T], other: Callable[[str], MemascendError] = ConfigError) -> _T:
-        """Calls `do`."""
+        """Returns the result of `do`."""
         del other
         return do()
 

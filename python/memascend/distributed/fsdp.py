@@ -1,4 +1,4 @@
-"""Uses private fields of torch's FSDP2: replaces FSDP2's local tensors, and makes parameters from a rank's rows."""
+"""Makes FSDP2 gather a rank's rows of parameters from storage, by means of private fields of torch."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ class FsdpParameter:
         self._unswapped.append(weakref.ref(self.leaf))
         self.leaf._local_tensor = rows  # type: ignore[attr-defined] # noqa: SLF001
         self._torch._init_extensions()  # noqa: SLF001
-        # torch calls this method after `load_state_dict()` and after casts of a module. torch's own method would
-        # replace `rows` by a tensor in memory.
+        # torch calls this method after `load_state_dict()` and after casts of a module. torch's own method would read
+        # the rows into memory.
         self._torch.reset_sharded_param = self._require_kept
 
     def _require_kept(self) -> None:
@@ -157,7 +157,7 @@ class FsdpParameter:
 class FsdpGroup:
     """Parameters that FSDP2 gathers and reduces together."""
 
-    name: str  # the name of the group's module
+    name: str  # the name of the group's module; "root" for the model itself
     parameters: tuple[FsdpParameter, ...]  # in the order in which FSDP2 gathers them
     module: FSDPModule  # the module of the group, or its first module if it has several
     _torch: Any
@@ -219,7 +219,7 @@ class FsdpGroup:
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
         """Rejects collectives that the user has set, because this run sets its own collectives.
 
-        If `ordered`, also rejects an all-reduce hook, because the hook would get the gradients of one rank only.
+        If `ordered`, also rejects a user's all-reduce hook, because the hook would get the gradients of one rank only.
         """
         comms = {
             "set_custom_all_gather": self._torch._all_gather_comm,  # noqa: SLF001
@@ -361,14 +361,15 @@ class RowSource:
         self.residency = residency
         self._alone = alone
         self._note = note
-        # For a full (unsharded) state dict, torch calls `load` twice. Between the calls, `_given` has the rows of the
-        # first call, and the version of this rank's rows at the first call.
+        # To load a full (unsharded) state dict, torch writes to the rows twice, and each write calls `load`. Between
+        # the calls, `_given` has the rows of the first call, and the version of this rank's rows at the first call.
         self._given: tuple[torch.Tensor, int] | None = None
 
     def gathered(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """Returns the rows for a gather, in `dtype`, padded to the number of rows that each rank passes.
+        """Returns the rows for a gather, padded to the number of rows that each rank passes.
 
-        The tensor may use memory of the arena. The arena keeps the bytes as long as the tensor exists.
+        Floating-point rows are cast to `dtype`, unless `dtype` is None. The tensor may use memory of the arena. The
+        arena keeps the bytes as long as the tensor exists.
         """
         wanted = self.dtype if dtype is None or not self.dtype.is_floating_point else dtype
         residency, place = self.residency, self._place
@@ -417,7 +418,8 @@ class RowSource:
     @property
     def is_real(self) -> bool:
         """True within `materialized()`, where the rows are in memory."""
-        # `materialized()` reads the units into memory in their order. If the last unit is in memory, all units are.
+        # `materialized()` makes `NOBODY` a holder of each unit, in the order of the units. If `NOBODY` holds the last
+        # unit, it holds all units.
         return NOBODY in self.residency.units.all[-1].holders
 
     def rows(self) -> torch.Tensor:
@@ -443,7 +445,7 @@ class LocalRows(torch.Tensor):
     """This rank's rows, as a tensor without memory.
 
     An operation that reads this tensor gets a copy of the rows. An operation that writes to this tensor raises an
-    error. Within `materialized()` all operations get the real rows.
+    error, unless it loads a state dict. Within `materialized()` all operations get the real rows.
     """
 
     source: RowSource
@@ -532,7 +534,7 @@ class LocalRows(torch.Tensor):
     # --- calls outside of the dispatcher -------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns a numpy array that uses the memory of the rows."""
+        """Returns a numpy array that uses the memory of the real rows, or of a copy."""
         return self.source.memory("numpy").numpy(force=force)
 
     def __array__(self, *given: Any, **options: Any) -> Any:

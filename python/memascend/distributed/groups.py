@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-# The share of the timeout in which ranks report whether they have made a group. In the rest of the timeout, ranks make
-# the group.
+# The share of the timeout, but at most `_SECONDS_AFTER_MAX`, in which ranks report whether they have made a group. In
+# the rest of the timeout, ranks make the group.
 _PART_AFTER = 0.25
 _SECONDS_AFTER_MAX = 5.0
 # If there are only two ranks, the missing rank is always at fault, so no notes are read.
@@ -49,10 +49,10 @@ class Meeting:
         self.rank = distributed.get_rank()
         self.size = distributed.get_world_size()
         self._prefix = meet(_store(), self.rank, self.size, timeout)
-        # The number of groups that were made; equal on all ranks.
+        # The number of calls of `make_group`; equal on all ranks.
         self._groups = 0
-        # torch derives a group's name from this count, and gloo's keys contain the name. An earlier attempt has left
-        # keys with low counts, so this attempt begins at a count derived from the prefix.
+        # torch derives a group's name from this count, and gloo's keys contain the name. An earlier attempt may have
+        # left keys with low counts, so this attempt begins at a count derived from the prefix.
         digest = self._prefix.rpartition("/")[2]
         distributed.distributed_c10d._world.group_count = int(digest, 16) >> 16  # noqa: SLF001
 
@@ -60,11 +60,12 @@ class Meeting:
         """Makes a group of all ranks, or a group for each list of ranks in `parts`; a collective call.
 
         Returns the group that this rank belongs to. gloo does not report which rank is missing. So each rank writes a
-        key to torch's store before and after it makes the group, and looks for the keys of all other ranks. `timeout`,
-        in seconds, includes the time for the keys.
+        key to torch's store before and after it makes the group, and looks for the keys of all other ranks. A rank
+        waits at most `timeout` seconds until all ranks begin, and then about as long until all ranks have the group.
 
         Raises:
-            RankError: no group was made. The error names the missing ranks, unless torch's store is gone.
+            RankError: a rank has no group. The error names the ranks that are missing or could not connect, if these
+                are known.
         """
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
@@ -92,8 +93,8 @@ class Meeting:
         some = tuple(apart) if len(apart) < self.size else ()
         raise RankError(
             f"{', '.join(f'rank {rank}' for rank in some) or 'the ranks'} could not connect with other ranks within "
-            f"{timeout:g} s, so the run did not begin; nothing was changed: check the network between the ranks "
-            f"({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
+            f"{timeout:g} s; committed steps are unchanged: check the network between the ranks, and start all ranks "
+            f"again ({'; '.join(f'rank {rank}: {word}' for rank, word in apart.items())})",
             ranks=some,
         )
 
@@ -124,13 +125,13 @@ class Meeting:
         return apart, self.at_fault(missing) if missing else ()
 
     def alarm(self) -> None:
-        """Sets an alarm in torch's store, which tells all ranks that a rank has given up."""
+        """Sets an alarm in torch's store, so that all ranks stop waiting for a `Word` of an `Exchange`."""
         # Ignore errors: if the store is gone, `Exchange` still notifies the neighbours of this rank.
         with contextlib.suppress(RuntimeError):
             answered(lambda: _store().set(f"{self._prefix}/alarm", "given up"), WORD_SECONDS)
 
     def has_alarm(self) -> bool:
-        """True if a rank has given up."""
+        """True if a rank has set the alarm."""
         return bool(_store().check([f"{self._prefix}/alarm"]))
 
     def left_by(self, blamed: Iterable[int]) -> None:

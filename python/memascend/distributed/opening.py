@@ -1,9 +1,10 @@
 """Opens the stores of all ranks at the newest commit that all of them have.
 
 [Note: One common commit] A store's two roots name the newest commits of the store. Ranks are never more than one commit
-apart (see `Agreement`), so at least one commit is in the roots of all stores. All ranks exchange the contents of their
-roots (`seen_at`). Each rank then opens its store at the newest commit that all ranks have: with
-existing="resume", or with existing="previous" if this rank's newest commit is missing on another rank.
+apart (see `Agreement`), so at least one commit is in the roots of all undamaged stores. All ranks exchange the contents
+of their roots (`seen_at`). To resume, each rank then opens its store at the newest commit that all ranks have: with
+existing="resume", or with existing="previous" if this rank's newest commit is missing on another rank. If a rank has
+lost its store, and another rank with the same rows has a store, `Refill` fills a new store from that store.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Stores:
         return {rank % self.count: rank for rank in reversed(ranks)}
 
     def _newest(self, rank: int) -> int:
-        """Returns the number of the newest commit of an old rank's store; -1 if the store has no commit."""
+        """Returns the number of the newest commit of an old rank's store; -1 if it has no commit or is unverified."""
         one = self.all_seen[rank]
         return -1 if _is_unverified(one) else max((commit["number"] for commit in one["commits"]), default=-1)
 
@@ -63,8 +64,8 @@ class Stores:
     def redundant(self) -> list[int]:
         """The old ranks whose stores are not needed once the run has resumed from the stores in `numbers`.
 
-        A store is not needed if the run has resumed from this store, if this store has no commit, or if the newest
-        commit of this store is also in the store from which the run has resumed.
+        A store is not needed if the run has resumed from this store, if this store has no commit or is unverified, or
+        if the newest commit of this store is also in the store from which the run has resumed.
         """
         known = {shard: [commit["identity"] for commit in one["commits"]] for shard, one in self.seen.items()}
         return [
@@ -88,12 +89,12 @@ class Stores:
 
     @property
     def missing(self) -> list[int]:
-        """The shards whose store is missing or has no commit."""
+        """The shards whose store is missing, has no commit, or is unverified."""
         return [rank for rank in range(self.count) if rank not in self.seen or self._is_empty(rank)]
 
     @property
     def is_unfilled(self) -> bool:
-        """True if some stores have no commit, and no store has more than the first commit.
+        """True if some stores have no commit or are unverified, and no store has more than the first commit.
 
         No rank has then made a step, because no rank stages a second commit before all ranks have the first commit.
         """
@@ -102,7 +103,7 @@ class Stores:
 
     @property
     def description(self) -> Mapping[str, Any] | None:
-        """The result of `describe_store` for the first store; None if that store cannot be opened."""
+        """The result of `describe_store` for the first store that exists; None if that store cannot be opened."""
         first = min(rank for rank, one in self.seen.items() if one["commits"] or one["error"])
         description: Mapping[str, Any] | None = self.seen[first]["description"]
         return description
@@ -128,7 +129,8 @@ class Stores:
         )
 
     def _is_empty(self, rank: int) -> bool:
-        # An empty file names no commit, and neither does a store whose first write did not finish.
+        # An empty file names no commit, and neither does a store whose first write did not finish. The commits of an
+        # unverified store do not count.
         one = self.seen[rank]
         return _is_unverified(one) or (not one["commits"] and (not one["there"] or not one["filled"]))
 
@@ -185,13 +187,13 @@ class Opening:
     """How this rank opens its store, so that all ranks begin at one commit."""
 
     exchange: Exchange  # exchanges values between the ranks
-    existing: Existing  # the argument of `Store.create`; "previous" if this rank is ahead of other ranks
+    existing: Existing  # the argument `existing` of `Store.create` on this rank
     run: bytes  # the run's id
     number: int  # the number of the commit to open; 0 for new stores
     identity: bytes  # the identity of that commit; zeros for new stores
     nonce: bytes  # random bytes that the first rank draws at each opening
     layout: Layout
-    lost: Mapping[int, int] = field(default_factory=dict)  # by rank without a store: the rank that fills its new store
+    lost: Mapping[int, int] = field(default_factory=dict)  # by rank that has lost its store: the rank that fills it
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
         """Opens the store by `make`, and drops a commit that not all ranks have, before any rank stages a step.
@@ -200,7 +202,8 @@ class Opening:
         identity of the commit from which new stores are filled; None if new stores are not filled from a commit.
 
         Raises:
-            RankError: another rank could not open its store; no store was changed.
+            RankError: another rank could not open its store, or is gone; all stores keep the commit to open.
+            StorageError: the store was changed after the ranks had chosen the commit.
         """
         store = None
         try:
@@ -227,8 +230,8 @@ class Opening:
         there = (found["run"], found["common"], found["identity"] or _NO_IDENTITY.hex())
         if self.number and there != (self.run.hex(), self.number, self.identity.hex()):
             raise StorageError(
-                "the store was changed while the ranks agreed on which commit to open, so another run uses the store: "
-                "end the other run, and start this run again"
+                "the store was changed while the ranks agreed on which commit to open, probably by another run: end "
+                "that run, and start this run again"
             )
 
 
@@ -246,9 +249,9 @@ def choose(
     its store gets a new store, which is filled from the store of a rank with the same rows.
 
     Raises:
-        ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, or `existing`
-            rejects them.
-        CorruptionError: a root of a store is damaged; existing="previous" opens a commit that all ranks have undamaged.
+        ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, no commit is on all
+            ranks, or `existing` rejects the stores.
+        CorruptionError: a root of a store is damaged; the error says whether existing="previous" can open a commit.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
     # All ranks use the random bytes that the first rank drew.
@@ -290,7 +293,7 @@ def choose(
         begun = {(commit["number"], commit["run"]) for one in kept.values() for commit in one["commits"]}
         is_first = len(begun) == 1 and next(iter(begun))[0] == _FIRST
         if existing == "resume" and is_first and not lost and all(seen[rank]["pending"] for rank in missing):
-            # The ranks were killed before all of them had the first commit, so no rank has made a step.
+            # Some ranks do not have the first commit, so no rank has made a step.
             require_own(kept, layout.shards)
             return replace(anew, existing="replace")
         raise ConfigError(
@@ -318,9 +321,9 @@ def _drop_lagging_replicas(
     """Returns the number and identity of the commit to open, and the ranks whose stores are filled.
 
     Usually returns the arguments. The exception: the last replicas did not make the newest commit, and all other
-    replicas made it. Then all ranks open the newest commit, and the stores of the last replicas are filled from other
-    replicas. The last replicas cannot be from another continuation of the run, because the roots of all other ranks
-    also name the commit of the last replicas.
+    replicas made it. Then all ranks open the newest commit, and the stores of the last replicas are filled from the
+    first replica. The last replicas cannot be from another continuation of the run, because the roots of all other
+    ranks also name the commit of the last replicas.
     """
     newest = {rank: one["commits"][0] for rank, one in seen.items()}
     ahead = {rank for rank, one in newest.items() if one["number"] == number + 1}
@@ -339,7 +342,10 @@ def _is_unverified(one: Mapping[str, Any]) -> bool:
 
 
 def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
-    """Returns the ranks without a completely filled store, each with the rank that fills its store."""
+    """Returns the ranks whose stores must be filled, each with the rank that fills its store.
+
+    Leaves out a rank if no rank with the same rows has a completely filled store.
+    """
     whole = [rank for rank, one in enumerate(seen) if any(commit["number"] for commit in one["commits"])]
     lost = {}
     for rank, one in enumerate(seen):
@@ -354,7 +360,8 @@ def _lost(seen: list[dict[str, Any]], layout: Layout) -> dict[int, int]:
 def seen_at(paths: _Path | Sequence[_Path] | None) -> dict[str, Any]:
     """Returns the commits that a store's roots name, or the error of reading the roots.
 
-    "filled" is False if the store exists but has no commit.
+    "there" is False if no store exists. "pending" is True if then the file of an unfinished store exists. "filled" is
+    False if the store exists but has no commit.
     """
     seen: dict[str, Any] = {"there": True, "filled": True, "commits": [], "damage": None, "error": None, "at": None}
     seen["pending"] = False
@@ -407,7 +414,7 @@ def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
     if not apart:
         return
     if len(set(known.values())) < len(known):
-        instead = "a store was copied over another store: bring the overwritten store back"
+        instead = "a store was copied to the path of another rank's store: bring the other store back"
     elif all(ranks == count for _, ranks in known.values()):
         instead = AS_THEY_WERE
     else:
@@ -435,7 +442,7 @@ def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
 def _require_none_elsewhere(
     seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
 ) -> None:
-    """Rejects the call if a rank has no store, but the host of another rank has a store with that rank's number.
+    """Rejects the call if a rank has no store, but a host has a store of this rank, or of a rank that does not exist.
 
     A new run must not begin while such a store exists.
     """
@@ -472,7 +479,7 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
     runs = {one["commits"][0]["run"] for one in seen.values()}
     damaged = {rank: one["damage"] for rank, one in seen.items() if one["damage"] is not None}
     alone = {
-        rank: "its newest commit was not made by a run on several ranks"
+        rank: "its newest commit is of a single process, or its store was not filled completely"
         for rank, one in seen.items()
         if not one["commits"][0]["number"]
     }

@@ -1,4 +1,4 @@
-"""Gathers rows and reduces gradients among all ranks, either in the order of ranks or by the backend."""
+"""Gathers rows, and reduces gradients in the order of ranks or in the order of torch's backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from memascend.distributed.collectives import Collectives
     from memascend.distributed.fsdp import FsdpGroup, FsdpParameter
 
-    # A function of two arguments: the `.grad` of earlier rounds, and whether the caller needs the values of this
-    # `.grad`. The function returns these values in memory, or None if the caller does not need them.
+    # A function of two arguments: the `.grad` of earlier rounds (None in the first round), and whether the caller needs
+    # the values of this `.grad`. The function returns these values in memory, or None if there are none or the caller
+    # does not need them.
     Earlier = Callable[[torch.Tensor | None, bool], torch.Tensor | None]
 
 
@@ -69,14 +70,14 @@ class OrderedReduction(_Collective, ReduceScatter):
 
     A part is the gradient of one rank for some rows. A round is one reduction; a step has several rounds if it has
     several backwards. FSDP2 treats the output of the call as the whole gradient, and then calls each parameter's hooks.
-    These hooks call `take`, which adds the parts. Before the hooks run, `.grad` of earlier rounds is set aside, because
-    FSDP2 would add the first part to this `.grad`.
+    These hooks call `take`, which adds the parts. Before the hooks run, `_begin` sets `.grad` of earlier rounds aside,
+    because FSDP2 would add the first part to this `.grad`.
     """
 
     def __init__(self, group: FsdpGroup, collectives: Collectives) -> None:
         super().__init__(collectives, group.name)
         self._group = group
-        # The parts of the present round, from all ranks of this replica. None after `take` has added the last part.
+        # The parts of the present round, from all ranks of this replica. None between two rounds.
         self._parts: torch.Tensor | None = None
         # If a replica is a single rank: the memory into which torch copies the gradients of a round.
         self._from: torch.Tensor | None = None
@@ -119,7 +120,7 @@ class OrderedReduction(_Collective, ReduceScatter):
             group,
             lambda group: distributed.all_to_all_single(parts, input_tensor, group=group),
         )
-        # FSDP2 divides the output as if the output were the sum. `take` then overwrites the output.
+        # FSDP2 divides the output as if the output were the sum. `take` then overwrites or drops the output.
         output_tensor.copy_(parts.view(group.size(), -1)[0])
         self._begin(parts)
 
@@ -149,7 +150,7 @@ class OrderedReduction(_Collective, ReduceScatter):
         factor = self.exact_factor(parts.dtype)
         self._parts = parts.view(self._collectives.layout.shards, -1)
         # Divides each part instead of the sum of all rounds. The bits are equal, because division by a power of two
-        # does not round.
+        # does not round (except to subnormal numbers).
         self._parts.div_(factor)
         self._at = 0
         for one in self._group.parameters:
@@ -161,7 +162,8 @@ class OrderedReduction(_Collective, ReduceScatter):
         """Adds the parts of one parameter in this round.
 
         In the first round, puts their sum into `.grad` and returns None. In a later round, returns the sum of all
-        rounds. `earlier` reads the sum of earlier rounds.
+        rounds. Returns None, too, if FSDP2 has reduced no gradient of the group in this round. `earlier` reads the sum
+        of earlier rounds.
         """
         before = self._before.pop(id(one), None)
         if self._parts is None:

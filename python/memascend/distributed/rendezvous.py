@@ -25,7 +25,8 @@ _Answer = TypeVar("_Answer")
 # looks less often, because all ranks query one store.
 LOOK_SECONDS = 0.01
 _LOOKING_MAX = 16
-# Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note.
+# Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note. Waits for torch's store
+# last this much longer than the wait for other ranks.
 WORD_SECONDS = 0.5
 
 
@@ -38,7 +39,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     ranks are present.
 
     Raises:
-        RankError: a rank did not come; the error names it.
+        RankError: a rank did not come, and the error names it. Or torch's store does not answer.
         ConfigError: a host would give other hosts a loopback address, which the other hosts cannot reach. Or the
             limit of open files is too low on a rank.
     """
@@ -66,7 +67,7 @@ class _Gathering:
         self._answered: list[str] = []
 
     def answer(self, seconds: float) -> tuple[dict[str, str], list[int]]:
-        """Returns the answer that all ranks have, and the ranks that did not come in time."""
+        """Returns the answer of rank 0, and the ranks that did not come in time."""
         store, own = self._store, f"memascend/answer/{self._word}"
         store.set(_about(self._word), json.dumps({**_this_host(), "refused": _too_few_files(self._count)}))
         store.set(f"memascend/word/{self._rank}", self._word)
@@ -141,11 +142,11 @@ def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
-    """Returns the error for `ranks`, which are missing before the run begins; names no rank if `ranks` is empty."""
+    """Returns the error for `ranks`, which are missing when ranks make a group; names no rank if `ranks` is empty."""
     named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
     return RankError(
-        f"{named} is gone, or did not come within {timeout:g} s, so the run did not begin; nothing was changed: start "
-        f"all ranks again ({why})",
+        f"{named} is gone, or did not come within {timeout:g} s, so the ranks cannot exchange data; committed steps "
+        f"are unchanged: start all ranks again ({why})",
         ranks=tuple(ranks),
     )
 
@@ -161,7 +162,7 @@ def answered(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     `ask` may never return, because the process group's store may be in a process that hangs.
 
     Raises:
-        RuntimeError: `ask` failed, or did not return within `seconds`.
+        RuntimeError: `ask` did not return within `seconds`. An error of `ask` is raised as it is.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -190,7 +191,7 @@ def _about(word: str) -> str:
 
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
-# At most this many ranks are listed in an error.
+# At most this many ranks are listed in an error about limits of open files.
 _NAMED_MAX = 8
 
 
@@ -263,7 +264,7 @@ def _loopback() -> str:
 
 
 def _interface() -> str:
-    """Returns the interface of the first route, which is the default route if one exists."""
+    """Returns the interface of the first route (the default route if one exists), or words for it without a route."""
     try:
         return Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1].split()[0]
     except (OSError, IndexError):
@@ -272,8 +273,8 @@ def _interface() -> str:
 
 # --- files ------------------------------------------------------------------------------
 
-# The maximum number of gloo groups that a run has at once: one for messages, one for rows and gradients, and one for a
-# save() or for the first values of new stores.
+# The maximum number of gloo groups that a run has at once: one for messages, one for rows and gradients (with several
+# replicas, two smaller groups), and one for a save() or for the first values of new stores.
 _GROUPS = 3
 # The number of other files that stores, data loaders and other code may open.
 _FILES_BESIDE = 128

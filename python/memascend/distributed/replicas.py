@@ -1,4 +1,4 @@
-"""Fills a rank's store from another replica's store, after a drive was lost or replicas were added."""
+"""Fills a rank's missing store from the store of another replica; removes the stores of dropped replicas."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _log = logging.getLogger("memascend")
 
 
 class Refill:
-    """Fills the stores of ranks that have lost their stores, while the run is opened. All ranks take part.
+    """Fills new stores of the ranks in `Opening.lost` while `offload()` opens the run. All ranks take part.
 
-    On a rank that has lost its store, the `Refill` is the source of the first values, in place of `EarlierValues`. A
-    filled store belongs to the run once all bytes were read back and are equal to the bytes that were sent. Until then
-    the store's commit has number 0, and another opening fills the store again.
+    These ranks have lost their stores: a store is missing, was not filled completely, or lacks the commit to open. On
+    such a rank, the `Refill` is the source of the first values. A filled store belongs to the run once this rank has
+    read all bytes back and they are equal to the bytes that were sent. Until then the store's commit has number 0, and
+    another opening fills the store again.
     """
 
-    # `between` sets these two attributes.
+    # `_begin` sets these two attributes.
     _store: Store
     _collectives: Collectives
 
@@ -64,7 +65,7 @@ class Refill:
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
-        """Wraps the time in which this rank's store is read or filled.
+        """Wraps the code that reads or fills this rank's store; then sends this store, and verifies filled stores.
 
         Inside the block, a rank that has lost its store reads its first values from `self`.
         """
@@ -199,8 +200,8 @@ class Refill:
         store.commit(store.step)
         store.shared.together()
         _log.warning(
-            "rank %d had no store: its new store was filled from the store of rank %d, including the user_state: "
-            "%d bytes were written and read again in %.1f s",
+            "the new store of rank %d was filled from the store of rank %d, including the user_state: %d bytes were "
+            "written and read again in %.1f s",
             exchange.rank, self.source, nbytes, time.monotonic() - began,
         )  # fmt: skip
 
@@ -218,8 +219,8 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
             _log.info("%s was removed, because the run continues with fewer replicas", file)
         else:
             _log.warning(
-                "%s was not removed, because it does not have the step at which the run continues: move this store "
-                "away",
+                "%s was not removed, because the step at which the run continues was not found in this store: move "
+                "this store away",
                 file,
             )
 

@@ -52,7 +52,8 @@ _STEP = "\0step"
 def file_of_rank(folder: str, rank: int, count: int) -> Path:
     """Returns the file of a rank's store in a folder; `count` ranks shard the rows of a replica.
 
-    The stores of the first replica are directly in the folder, and so is the store of a single process.
+    The store of a single process is directly in the folder. Stores of other replicas than the first are in `replica-N`
+    folders.
     """
     replica, shard = divmod(rank, count)
     of_replica = Path(folder, f"replica-{replica}") if replica else Path(folder)
@@ -92,18 +93,19 @@ class Earlier:
         self.exchange = exchange
         self.layout = layout
         self.rank, self.count = layout.rank, layout.shards
-        # By old rank: `owners` has the present rank that reads the old rank's store, and `files` has the file of the
-        # store. These lists are empty if the run resumes from stores of the present number of ranks and only removes
-        # other stores.
+        # By shard of the old stores: `owners` has the present rank that reads the shard's store, and `files` has the
+        # file of the store. These lists are empty if the run resumes from stores of the present number of ranks and
+        # only removes other stores.
         self.owners = [] if source is None else [source.owners[rank] for rank in range(source.count)]
         self.files = (
             []
             if source is None
             else [file_of_rank(folder, source.numbers[rank], source.count) for rank in range(source.count)]
         )
-        # By old rank: the stores that are open on this rank.
+        # By shard of the old stores: the stores that are open on this rank.
         self.stores: dict[int, Store] = {}
-        # The identity of the commit at which the old stores are opened, and from which the new stores continue.
+        # The identity of the commit at which the old stores are opened, and from which the new stores continue. Zeros
+        # for the store of a single process, and before `open()`.
         self.identity = bytes(16)
         # Stores of the present number of ranks are overwritten, not removed.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
@@ -141,13 +143,16 @@ class Earlier:
         self._open.close()
 
     def remove(self) -> None:
-        """Removes the old stores; called once all ranks have committed the new stores."""
+        """Removes old stores that are not needed (`Stores.redundant`), if this rank owns them (`Stores.all_owners`).
+
+        Called once all ranks have committed the new stores.
+        """
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
             remove_store(file)
         if self._useless:
             _log.info(
-                "the run continues with %d ranks, and the stores of other numbers of ranks are removed",
+                "the run continues with %d ranks, and stores of other numbers of ranks that it replaces are removed",
                 self.layout.size,
             )
 
@@ -170,9 +175,12 @@ def remove_store(file: Path) -> None:
 
 
 def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout: Layout) -> Earlier | None:
-    """Returns the stores of another number of ranks from which a run resumes; None if there are no such stores.
+    """Returns the stores of other numbers of ranks that a run resumes from, or only removes; None if there are none.
 
-    Here, a number of ranks counts only the ranks of one replica, which shard its rows.
+    Here, a number of ranks counts only the ranks of one replica, which shard its rows. A collective call.
+
+    Raises:
+        ConfigError: `existing` is not "resume", or the stores from which to resume are incomplete or not known.
     """
     count = layout.shards
     found = _found(folder, exchange, count)
@@ -188,8 +196,8 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
         return None
     if existing != "resume":
         raise ConfigError(
-            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and this run has {count} ranks: "
-            "existing='resume' resumes from them; to begin a new run, move these stores away"
+            f"stores of {' and of '.join(map(str, others))} ranks are in {folder}, and this run has {count} ranks "
+            "(counting one replica): existing='resume' resumes from them; to begin a new run, move these stores away"
         )
     known = superseded_by(found.values())
     newest = [one for one in found.values() if one.count not in known]
@@ -214,7 +222,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
 
 
 def _found(folder: str, exchange: Exchange | Alone, count: int) -> dict[int, Stores]:
-    """Returns the stores in the folder, by number of ranks; empty if all stores were written with `count` ranks."""
+    """Returns the stores in the folder, by number of ranks; empty if no store is of another number than `count`."""
     seers: dict[int, dict[int, list[int]]] = {}
     for seer, each in enumerate(exchange.all_gather("the stores in the folder", _there(folder))):
         for number, of in each:
@@ -268,7 +276,7 @@ def _there(folder: str) -> list[list[int]]:
 
 
 def _has_store(file: Path) -> bool:
-    # A store that was never filled counts, too: a warning tells the user to remove this store.
+    # A store that was never filled counts, too, so that `find_earlier` can warn about it.
     return file.is_file() or pending_file(file).is_file()
 
 
@@ -284,7 +292,7 @@ class Passed(NamedTuple):
 class Transfer:
     """Moves tensors between ranks; all ranks call `move` together.
 
-    If a rank fails and calls `close`, the errors of all other ranks name that rank.
+    A rank that fails must call `close`, so that the other ranks stop waiting for it.
     """
 
     def __init__(self, exchange: Exchange | Alone) -> None:
@@ -350,8 +358,8 @@ class EarlierValues:
             for number, one in each.items()
         }
         self.step, self.user_state, self._hyperparameters, self._optimizer_there, self._there = of[0]
-        # Take the user_state of the old rank with this rank's number. If there was no such old rank, keep the
-        # user_state of old rank 0.
+        # Take the user_state of the old shard with this rank's number. If there was no such shard, keep the user_state
+        # of shard 0.
         if earlier.rank in of:
             self.user_state = of[earlier.rank][1]
 
@@ -360,15 +368,16 @@ class EarlierValues:
         there = self._there
         if self._optimizer_there != self.optimizer:
             raise ConfigError(
-                f"the earlier stores are of {self._optimizer_there}, and the optimizer is {self.optimizer}, which "
-                "keeps other state: give the optimizer that the run had. Nothing was changed"
+                f"the earlier stores are of {self._optimizer_there}, and the optimizer is {self.optimizer}: give the "
+                "optimizer that the run had. Nothing was changed"
             )
         for name, own in self.named.items():
             here = _description(own, self.describe(name))
             if there.get(name) != here:
                 raise ConfigError(
-                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores: give the model that the run "
-                    "had. Nothing was changed"
+                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores (dtype, shape of a row, "
+                    "state, whether dimensions are reordered): give the model and the options that the run had. "
+                    "Nothing was changed"
                 )
         gone = there.keys() - self.shapes.keys()
         if gone:
@@ -394,7 +403,7 @@ class EarlierValues:
                     yield name, into.pop(""), into, step
 
     def buffer(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a persistent buffer from the first old rank's store to all ranks."""
+        """Copies a persistent buffer from the store of the first old shard to all ranks."""
         store, owner = self.earlier.stores.get(0), self.earlier.owners[0]
         sent = None if store is None else store.read(name)[0]
         got = torch.empty(tensor.shape, dtype=tensor.dtype)

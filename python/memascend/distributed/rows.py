@@ -43,7 +43,7 @@ class Rows:
     def of(self, state: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the part of a whole tensor that belongs to these rows.
 
-        `state` is the name of a state tensor, or "" for the values.
+        `state` is the name of a state tensor, or "" for the values. A tensor that is not sharded is returned unchanged.
         """
         if tensor.shape == self.whole:
             return tensor[self.first : self.first + self.count]
@@ -154,7 +154,7 @@ class RowsOfRank(Partition):
         return self.local.get(id(parameter), parameter)
 
     def units(self) -> tuple[Unit, ...]:
-        """Returns one unit per gather, because only the rows of one gather are needed at once."""
+        """Returns one unit for each gather that includes rows of this rank: FSDP2 needs these rows at the same time."""
         units: list[Unit] = []
         taken: set[str] = set()
         for name, parameters in self.gathers:
@@ -184,7 +184,7 @@ class RowsOfRank(Partition):
                 raise ConfigError(
                     f"an update of {type(rule.code.optimizer).__name__} needs whole parameters, and fully_shard() "
                     "shards their rows: use an optimizer that works element by element (AdamW, Lion, SGD), or train in "
-                    "one process"
+                    "one process without fully_shard()"
                 )
         for name, parameter in self.named.items():
             own = arithmetic.rules.get(id(parameter)) if parameter.requires_grad else None
@@ -202,7 +202,7 @@ class RowsOfRank(Partition):
             if first < whole.numel() and first % block:
                 kept = "8bit" if "8bit" in given else "bf16"
                 raise ConfigError(
-                    f"rows of {name!r} begin at element {first} on another rank, within a block of {block} elements "
-                    f"that state={kept!r} stores together: leave state= out, or use a number of ranks with which the "
-                    "rows of each rank are whole blocks"
+                    f"the rows of {name!r} on rank 1 begin at element {first}, within a block of {block} elements that "
+                    f"state={kept!r} stores together: leave state= out, or use a number of ranks with which the rows "
+                    "of each rank are whole blocks"
                 )

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 def filled(path: str, rank: int) -> str:
-    """Replaces `{rank}` in `path` by the rank, and `{local_rank}` by the rank's number on its host."""
+    """Replaces `{rank}` in `path` by the rank, and `{local_rank}` by LOCAL_RANK, the rank's number on its host.
+
+    Without the environment variable LOCAL_RANK, replaces `{local_rank}` by the rank, too.
+    """
     local = os.environ.get("LOCAL_RANK", str(rank))
     return path.replace("{rank}", str(rank)).replace("{local_rank}", local)
 
@@ -54,24 +57,24 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     if found.exists() and not found.is_dir():
         what = "a device" if found.is_block_device() else "a file"
         raise ConfigError(
-            f"{path} is {what}, but each rank needs its own store: give a folder, or a path that contains {{rank}} or "
-            "{local_rank}"
+            f"{path} is {what}, but each rank needs its own store: give storage= a folder, or a path that contains "
+            "{rank} or {local_rank}"
         )
-    # The path contains the number of ranks that shard the rows. With a different number of ranks, a rank has different
-    # rows, and so needs a different store.
+    # If several ranks shard the rows, the path contains their number: with a different number of ranks, a rank has
+    # different rows, and so needs a different store.
     own = file_of_rank(path, layout.rank, layout.shards)
     left = left_over(path, layout)
     if left and not own.is_file():
-        # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, the
-        # folder has the stores of all dropped replicas. Each replica then continues with a different store.
+        # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, `left` has
+        # the stores of all dropped replicas, and each replica takes a different one as long as there are enough.
         own = left[layout.replica if layout.replica < len(left) else 0]
-    # Creates the folder if it is missing.
+    # The extension creates only the last folder of a path, so create the folders above it.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
     return f"{own.parent}/"
 
 
 def shared_folder(options: Options) -> str | None:
-    """Returns the folder that contains the stores of all ranks; None if each rank has its own path."""
+    """Returns the folder in which each rank has its own store; None if ranks have own paths or temporary stores."""
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or options.paths is None or "{" in options.paths[0]:
         return None
@@ -88,13 +91,13 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
     paths = [path.replace("{local_rank}", local) for path in options.paths or ()]
     parts = os.path.normpath(paths[0]).split("{rank}") if paths else []
     if len(parts) < 2:
-        # The path does not depend on the rank.
+        # The first path does not contain {rank}, or the store is temporary.
         return {}
     first, *more = map(re.escape, parts)
     pattern = re.compile(first + r"(\d{1,5})" + r"\1".join(more))
     there = map(pattern.fullmatch, glob.glob("*".join(map(glob.escape, parts))))  # noqa: PTH207
-    # A file that matches the pattern belongs to the run. A block device that matches the pattern belongs to the run
-    # only if the number in its name is the number of a rank.
+    # A file or folder that matches the pattern belongs to the run. A block device that matches the pattern belongs to
+    # the run only if the number in its name is the number of a rank.
     numbers = {
         int(match[1])
         for match in there
@@ -104,7 +107,11 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
 
 
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
-    """Returns the paths at which a rank's store may be: first the path for `count` ranks, then all other paths."""
+    """Returns the places at which a rank's store may be, each as the list of the store's paths.
+
+    The first place is the place for `count` ranks. If `paths` is one folder without placeholders, the files of all
+    other stores in the folder follow.
+    """
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
         return [places]
@@ -126,7 +133,7 @@ def require_own(places: Sequence[str], exchange: Exchange) -> None:
                 path = identity.split(":", 1)[1]
                 raise StorageError(
                     f"{path} is given to rank {owner[identity]} and to rank {rank}, but each rank needs its "
-                    "own store: give each rank a different path; nothing was changed",
+                    "own store: give each rank a different path; no store was changed",
                     path=path,
                 )
             owner[identity] = rank
@@ -160,8 +167,9 @@ def divide(
     other = exchange.first_other(_checksum(model))
     if other is not None:
         raise ConfigError(
-            f"rank {other} has other values in its model than rank 0: start every rank with the whole model and the "
-            "same values (the same seed, or the same files). Pipeline parallelism does not work with offload()"
+            f"the model on rank {other} has other values than the model on rank 0: start every rank with the whole "
+            "model and the same values (the same seed, or the same files). Pipeline parallelism does not work with "
+            "offload()"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in modules:
@@ -173,7 +181,7 @@ def divide(
         undo.callback(group.__setitem__, "params", given)
         group["params"] = [divided[names[id(one)]] if id(one) in names else one for one in given]
     _log.info(
-        "fully_shard() was applied to %d modules and to the whole model: all rows are sharded among %d ranks",
+        "offload() called fully_shard() on %d modules and on the whole model: all rows are sharded among %d ranks",
         len(modules),
         exchange.size,
     )
@@ -182,7 +190,10 @@ def divide(
 def _found(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None
 ) -> list[torch.nn.Module]:
-    """Returns the modules to which `divide` applies fully_shard(). The model gathers all other parameters."""
+    """Returns the modules inside the model to which `divide` applies fully_shard().
+
+    Rejects a model or an optimizer that `divide` cannot shard.
+    """
     if any(member.state for member in members_of(optimizer)):
         raise ConfigError(
             "the optimizer has state of whole parameters, which offload() cannot shard: call "
@@ -191,9 +202,9 @@ def _found(
     divided = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
     if divided is not None:
         raise ConfigError(
-            f"{divided} is a DTensor that fully_shard() did not make, and tensor parallelism (tp_plan=, "
-            "parallelize_module()) does not work with offload(): leave tensor parallelism out, and call "
-            "torch.distributed.fsdp.fully_shard() on each block and on the model"
+            f"{divided} is a DTensor, but offload() shards only plain parameters. Tensor parallelism (tp_plan=, "
+            "parallelize_module()) does not work with offload(): leave it out. To shard the model yourself, call "
+            "torch.distributed.fsdp.fully_shard() on each block and on the model, on all ranks"
         )
     own: Any = dict(model.named_parameters())
     hooked = next((name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks), None)  # noqa: SLF001
@@ -206,8 +217,8 @@ def _found(
     require_unaliased(own, model)
     found = find_units(model, units=units)
     named = dict(model.named_modules())
-    # Leave out a unit that shares a parameter with another unit. The model gathers the parameters of this unit, because
-    # two units use the shared parameter.
+    # Leave out a unit with a tied parameter, which modules outside of the unit use, too. The call on the whole model
+    # then shards the unit's parameters.
     whole = [unit.module for unit in found if unit.module and not unit.again]
     return [named[name] for name in whole]
 
@@ -233,8 +244,8 @@ def begin(
 ) -> tuple[Sharding | None, Options, Earlier | None]:
     """Returns a model's sharding, this rank's options, and the stores of an earlier run with another number of ranks.
 
-    The sharding is None for a plain model in one process. The earlier stores are None if no earlier store has to be
-    read or removed.
+    On several ranks, first shards a model that is not sharded yet. The sharding is None for a plain model in one
+    process. The earlier stores are None if no earlier store has to be read or removed.
     """
     several = distributed.is_initialized() and distributed.get_world_size() > 1
     if not (several or _is_sharded(model)):
@@ -254,9 +265,9 @@ def begin(
         if not divides:
             refuse_options(options)
         sharding = _sharding(model, optimizer, options.reduction, undo, exchange)
-        # If offload() shards the model, `divide` has already used the option `units`. Each gather is then a unit.
         several = not isinstance(options.storage, (str, os.PathLike))
         places = [_place(path, sharding.layout, several=several) for path in options.paths or ()]
+        # If offload() shards the model, `divide` has already used the option `units`. Each gather is then a unit.
         return sharding, replace(options, storage=places or None, units=None if divides else options.units)
 
     sharding, own = exchange.together(found)
@@ -274,7 +285,7 @@ def begin(
     if not has_values and options.weights is None and options.checkpoint is None:
         sharding.require_same_generators()
     used = {place for each in exchange.all_values(own.paths or []) for place in each}
-    # Reading a store locks it, so only the ranks of the first replica look for the stores of dropped replicas.
+    # `retire` locks each store that it reads, so only the ranks of the first replica get stores of dropped replicas.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
     # A rank that is one commit ahead of other ranks opens the commit before its newest commit.
@@ -282,9 +293,10 @@ def begin(
 
 
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
-    """Finds the stores of an earlier run on several ranks; returns the options to resume from these stores.
+    """Finds the stores of an earlier run on several ranks, for a run in a single process.
 
-    Called in a single process. The option `storage` names the folder of the stores.
+    Returns the options to resume from these stores, and the stores. Returns `options` and None if `storage` is not a
+    folder, or if the folder has no such stores.
     """
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not Path(expanded(storage)).is_dir():
@@ -294,8 +306,8 @@ def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Op
     if of_replicas and not file_of_rank(expanded(storage), 0, 1).is_file():
         raise ConfigError(
             f"{of_replicas[0]} is the store of one of several ranks, and a single process cannot resume from "
-            "it: start the ranks as before, call optimizer.save(folder), and begin with checkpoint=folder. To "
-            "begin a new run, move this store away. Nothing was changed"
+            "it: start the ranks as before, call optimizer.save(folder), and pass checkpoint=folder to offload() in "
+            "the single process. To begin a new run, move this store away. Nothing was changed"
         )
     earlier = find_earlier(expanded(storage), options.existing, Alone(), alone)
     if earlier is None:
@@ -315,8 +327,8 @@ def _sharding(
         from memascend.distributed.sharding import Sharding
     except ImportError as error:
         raise ConfigError(
-            f"torch {torch.__version__} stores sharded parameters in another way than this version of memascend "
-            f"expects ({error}): use a torch version that docs/limits.md names, or a newer memascend"
+            f"this version of memascend does not work with FSDP2 of torch {torch.__version__} ({error}): use a torch "
+            "version that docs/limits.md names, or a newer memascend"
         ) from error
 
     sharding = Sharding(model, reduction, exchange)
@@ -330,13 +342,13 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:
-    """Rejects models in wrappers that train on several ranks without `fully_shard()`."""
+    """Rejects a model that contains a wrapper of DDP, FSDP1 or DataParallel."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
         if kind in kinds:
             raise ConfigError(
-                f"{kind} does not work with offload(): pass the module inside it to offload(), after you called "
-                "torch.distributed.fsdp.fully_shard() on each block and on this module"
+                f"{kind} does not work with offload(): pass the module inside it to offload(), which shards this "
+                "module by torch.distributed.fsdp.fully_shard() if you have not"
             )
 
 
@@ -388,7 +400,7 @@ class PlannedSharding(RowsOfRank):
             gathers=[root, *((unit.name, unit.parameters) for unit in blocks)],
             local={id(parameter): named[name] for name, parameter in whole.items()},
         )
-        # The bytes that each rank sends and receives.
+        # The bytes that each rank sends and receives, and the bytes that gathered parameters and gradients take.
         self.network = self._network()
 
     def _network(self) -> Network:

@@ -37,14 +37,14 @@ class Sharding(RowsOfRank):
     """This rank's rows of a model. Makes FSDP2 gather these rows from storage and reduce their gradients."""
 
     def __init__(self, model: torch.nn.Module, reduction: str, exchange: Exchange | None = None) -> None:
-        """Does not change the model. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
+        """Replaces no parameter. `reduction` is "ordered" or "native"; `exchange` is None for a single rank."""
         self._groups = groups_of(model)
         self._ordered = reduction == "ordered"
         sharded = {one.name: one for group in self._groups for one in group.parameters}
         others = [name for name, _ in model.named_parameters() if name not in sharded]
         if others:
             raise ConfigError(
-                f"{', '.join(others[:3])} is not sharded by fully_shard(), but other parameters are: call "
+                f"fully_shard() did not shard {', '.join(others[:3])}, but sharded other parameters: call "
                 "fully_shard(model) on the whole model after its blocks, without ignored_params"
             )
         # Exchanges values between the ranks. With a single rank, `exchange`, `opening` and `collectives` are None.
@@ -65,8 +65,8 @@ class Sharding(RowsOfRank):
         named = {name: LocalParameter(one) for name, one in self._sharded.items() if one.shape.numel()}
         if not named:
             raise ConfigError(
-                f"rank {layout.rank} has no rows of any parameter: the model is too small for {layout.shards} ranks. "
-                "Start fewer ranks"
+                f"rank {layout.rank} has no rows of any parameter: the model is too small to be sharded among "
+                f"{layout.shards} ranks. Start fewer ranks"
             )
         super().__init__(
             {name: local.sharded.rows for name, local in named.items()},
@@ -84,22 +84,22 @@ class Sharding(RowsOfRank):
         self._gradients: Any = None
         # Stores of dropped replicas, which `retire_replicas` removes.
         self._left: Sequence[Path] = ()
-        # Names of parameters that are in the RAM tier of some rank. Replicas compare the values of these parameters
-        # when a forward gathers the parameters.
+        # Names of parameters that are in the RAM tier of some rank. A gather notes a digest of the rows of these
+        # parameters, and the next step() compares the digests of replicas.
         self._compared: Collection[str] = ()
 
     # --- before there is a store ---------------------------------------------------------
 
     def open_by(self, opening: Opening, left: Sequence[Path]) -> None:
-        """Sets how this rank opens its store. `left` has the stores of dropped replicas, which are removed later."""
+        """Sets how this rank opens its store. `left` has the stores for `retire_replicas`."""
         self.opening, self._left = opening, left
         self.refill = Refill(opening) if opening.lost else None
 
     def compare(self, store: Store, ram_tier: Collection[str]) -> None:
         """Makes each commit compare the values that ranks with the same rows have computed; a collective call.
 
-        A parameter that is in the RAM tier of some rank has no new values on storage at the commit. The values of such
-        a parameter are compared when the next forward gathers the parameter.
+        A rank updates the parameters in its RAM tier only after the commit. So if a parameter is in the RAM tier of
+        some rank, the next gather notes a digest of its values, and the step() after this gather compares the digests.
         """
         if self.exchange is None or self.layout.replicas == 1:
             return
@@ -108,7 +108,7 @@ class Sharding(RowsOfRank):
         store.compare([number for number, is_streamed in enumerate(streamed) if is_streamed])
 
     def retire_replicas(self) -> None:
-        """Removes the stores of dropped replicas; called once all ranks have opened their stores."""
+        """Calls `retire` for the stores of dropped replicas. All ranks must have opened their stores before."""
         if self.opening is not None:
             retire(self._left, self.opening)
 
@@ -134,13 +134,13 @@ class Sharding(RowsOfRank):
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All tensors that use the memory of this rank's rows: the parameters' local tensors, and FSDP2's tensors."""
+        """The two tensors of torch that use the memory of each parameter's rows: its local tensor, and FSDP2's own."""
         return [tensor for one in self._sharded.values() for tensor in one.held]
 
     def require_unaliased(self) -> None:
         """Rejects a model if other code holds the tensor object of some rows.
 
-        This method does not find other tensors that use the memory of the rows; other checks find these.
+        This method does not find other tensors that use the memory of the rows: `aliases.require_unaliased` does.
         """
         kept = held_for_good(self._sharded, lambda name: self._sharded[name].is_kept)
         if kept:
@@ -153,7 +153,10 @@ class Sharding(RowsOfRank):
 
     @property
     def written(self) -> set[str]:
-        """The names of parameters whose rows this rank writes to a checkpoint. Only one replica writes a parameter."""
+        """The names of parameters whose rows this rank writes, if each rank writes its own rows to a checkpoint.
+
+        Only one replica writes a parameter.
+        """
         return self.rows.keys() & set(self.order[self.layout.replica :: self.layout.replicas])
 
     @property
@@ -173,9 +176,9 @@ class Sharding(RowsOfRank):
         other = self.exchange.first_other(checksum_of(torch.get_rng_state()))
         if other is not None:
             raise ConfigError(
-                "the model is on meta and initialised by each rank, but the state of torch's generator on rank "
-                f"{other} differs from the state on rank 0: call torch.manual_seed() with the same number on all ranks "
-                "just before offload(), or give weights="
+                "the model has parameters on meta, which each rank initialises, but the state of torch's generator on "
+                f"rank {other} differs from the state on rank 0: call torch.manual_seed() with the same number on all "
+                "ranks just before offload(), or give weights="
             )
 
     def leaf_of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -210,10 +213,11 @@ class Sharding(RowsOfRank):
             group.settle()
 
     def require_exact(self) -> None:
-        """Rejects a step if its gradients cannot be reduced in order.
+        """Rejects a forward whose gradients could not be reduced as `reduction` requires.
 
-        A reason is that FSDP2's divisor is not a power of two. Another reason is that the user has replaced the
-        collective of a module.
+        Raises:
+            UsageError: the user has set a collective of a module; or, with "ordered", the user has set an all-reduce
+                hook, or FSDP2's divisor is not a power of two.
         """
         if self.collectives is not None:
             for group in self._groups:
@@ -225,14 +229,15 @@ class Sharding(RowsOfRank):
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
         """Makes FSDP2 gather and reduce a group through `Collectives`, so that errors name a rank that is gone.
 
-        Returns the reduction that adds gradients in the order of ranks; None if torch adds them in its own order.
+        Returns the reduction that adds gradients in the order of ranks; None if torch adds them in its own order. Does
+        nothing for a single rank.
         """
         if self.collectives is None:
             return None
         module: Any = group.module
         module.set_custom_all_gather(Gather(self.collectives, group.name))
         if not self._ordered:
-            # torch adds the gradients of all replicas, through the mesh's process group.
+            # Between replicas, torch itself adds the gradients, through the mesh's process group.
             module.set_custom_reduce_scatter(NativeReduction(self.collectives, group.name))
             return None
         reduction = OrderedReduction(group, self.collectives)

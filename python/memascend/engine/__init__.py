@@ -1,3 +1,3 @@
-"""Re-exports `memascend.storage` under its public name, as `memascend.engine.Store` and `memascend.engine.Engine`."""
+"""Re-exports `memascend.storage` under its public name `memascend.engine`."""
 
 from memascend.storage import *  # noqa: F403

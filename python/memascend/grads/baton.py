@@ -1,9 +1,9 @@
-"""Runs the micro-batches of one call in threads; one thread computes at a time.
+"""Runs the micro-batches of one `accumulate()` call in threads; one thread computes at a time.
 
 [Note: Stages] A stage is one use of a streamed unit, in a forward or in a backward. `Recorder` records the path of
 each micro-batch through the units while micro-batches are computed one after the other. `StageOrder` merges these paths
-into one order of stages. `Baton` then always lets a micro-batch at the lowest stage compute. So all micro-batches use a
-unit while the unit is in memory.
+into one order of stages. `Baton` then lets a micro-batch at the lowest stage compute, unless too many gradients would
+wait in memory for earlier micro-batches. So, in general, all micro-batches use a unit while the unit is in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Path:
         begun = []
         backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         for unit in units:
-            # A unit that is always in memory, and a repeated use, begin no stage.
+            # A unit that is always in memory begins no stage, and neither does another use of the unit used last.
             if unit.pinned or unit.in_ram or (self.units and self.units[-1] in (unit.index, ~unit.index)):
                 continue
             use = ~unit.index if backward else unit.index
@@ -65,9 +65,9 @@ class Recorder:
     """Records the paths of micro-batches that are computed one after the other."""
 
     def __init__(self, look: Callable[[], Callable[[], str | None]]) -> None:
-        """`look()` takes a snapshot of the model after the first micro-batch, and returns a function.
+        """`begin` calls `look` after the first micro-batch. `look` takes a snapshot and returns a function.
 
-        That function names the first change of the model since the snapshot, or returns None.
+        That function describes the first change since the snapshot, or returns None.
         """
         self.paths: list[Path] = []
         # The first reason seen why gradients cannot be summed by layer; None if there is no reason yet.
@@ -146,7 +146,7 @@ class StageOrder:
 
 
 def _merged(first: list[int], second: list[int]) -> list[int]:
-    """Merges two orders of units into one. A sequence that is in both orders appears only once in the result."""
+    """Merges two orders of units into one. A sequence that matches in both appears only once in the result."""
     if not first:
         return second
     merged: list[int] = []
@@ -157,14 +157,14 @@ def _merged(first: list[int], second: list[int]) -> list[int]:
     return merged
 
 
-# How many seconds an exiting process waits for the threads of interrupted micro-batches.
+# The maximum number of seconds that an exiting process waits for the threads of interrupted micro-batches.
 _END_SECONDS = 120.0
 # Seconds between the caller's checks for an interrupt: `_thread.interrupt_main()` does not wake a waiting thread.
 _POLL_SECONDS = 0.1
 
 
 class _Abandoned(Exception):
-    """Unwinds a waiting micro-batch after another micro-batch has failed."""
+    """Unwinds a micro-batch after another micro-batch has failed or the call was interrupted."""
 
 
 def _module_with(name: str, device: torch.device) -> Any:
@@ -326,11 +326,12 @@ class Baton:
         self._may_run: Callable[[MicroBatch], bool] = lambda _: True
 
     def follow(self, on_low: Callable[[float], None], may_run: Callable[[MicroBatch], bool]) -> None:
-        """Registers callbacks: `on_low` receives each stage that all micro-batches have reached.
+        """Registers callbacks.
 
-        Before a micro-batch at the lowest stage computes, `may_run` is called with this micro-batch. If `may_run`
-        returns False, the first running micro-batch computes instead, because the gradients of the first running
-        micro-batch never wait for gradients of another micro-batch.
+        `on_low` receives the lowest stage of the running micro-batches whenever this stage has risen; infinity once all
+        micro-batches have ended. `may_run` receives the micro-batch that would compute next. If `may_run` returns
+        False, the first running micro-batch computes instead, because the gradients of the first running micro-batch
+        never wait for gradients of another micro-batch.
         """
         self._on_low, self._may_run = on_low, may_run
 
@@ -381,7 +382,10 @@ class Baton:
             raise _Abandoned
 
     def run(self, compute: Callable[[MicroBatch], Any], modes: CallerModes) -> None:
-        """Computes all micro-batches. Once all have ended, raises the error that occurred first, if any."""
+        """Computes all micro-batches. Once all have ended, raises the error that occurred first, if any.
+
+        A second interrupt is raised at once.
+        """
         live = partial(self._live, compute=compute, modes=modes, thread=threading.get_ident())
         begun, interrupted = False, None
         while not self._all_ended.is_set():

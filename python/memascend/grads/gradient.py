@@ -49,14 +49,15 @@ class GradientState(Enum):
     STORED = (2, "stored")
     # The gradient is on storage. The update that uses it is staged.
     STORED_STAGED = (3, "stored staged")
-    # The gradient is on storage, and its update has begun before step(). The update is valid only if step() changes no
-    # gradient. `confirm()` makes the update a part of the step. All other moves discard the update. The move "drop"
-    # also drops the gradient; after any other move the gradient is still on storage.
+    # The gradient is on storage, and its update has begun before step(). The update is valid only if step() uses the
+    # same options and does not change the gradient. `confirm()` makes the update a part of the step. All other moves
+    # discard the update. The move "drop" also drops the gradient; after any other move the gradient is still on
+    # storage.
     EARLY = (4, "stored early")
     # A staged update has used up the gradient. Only the measure is left: the squared norm, and whether all values are
     # finite.
     TAKEN = (5, "staged")
-    # An update has used up the gradient, and the step has ended: it was committed, or skipped because of an overflow.
+    # An update has used up the gradient, and the step was committed or skipped.
     SPENT = (6, "")
 
     # The code hashes states and reads their flags many times per parameter and step. Enum's own `__hash__` is a slow
@@ -75,7 +76,7 @@ class GradientState(Enum):
 Move = Literal["store", "change", "take", "begin", "stage", "unstage", "end", "drop"]
 _MOVES: dict[Move, dict[GradientState, GradientState]] = {
     "store": {GradientState.NONE: GradientState.STORED},
-    # More of the gradient arrived, or user code replaced it.
+    # More of the gradient arrived, or `assign()` replaced it.
     "change": {GradientState.STORED: GradientState.STORED},
     "take": {GradientState.NONE: GradientState.TAKEN},
     "begin": {GradientState.NONE: GradientState.EARLY, GradientState.STORED: GradientState.EARLY},
@@ -84,7 +85,7 @@ _MOVES: dict[Move, dict[GradientState, GradientState]] = {
         GradientState.STORED: GradientState.STORED_STAGED,
         GradientState.EARLY: GradientState.STORED_STAGED,
     },
-    # The staged update is discarded; its gradient remains.
+    # The staged or early update is discarded; its gradient remains.
     "unstage": {
         GradientState.MEMORY_STAGED: GradientState.NONE,
         GradientState.STORED_STAGED: GradientState.STORED,
@@ -142,7 +143,7 @@ class Gradient:
         self.dropped = 0
         # Recorded operations that are not applied to the stored bytes yet.
         self.operations: list[Operation] = []
-        # `options`: the parameter group's options in the staged update. `deferred`: True if the next step makes this
+        # `options`: the parameter group's options when the update began. `deferred`: True if the next step makes this
         # update.
         self.options: Any = None
         self.deferred = False
@@ -155,8 +156,8 @@ class Gradient:
         self._asked: list[Operation] = []
         self.expected: tuple[Operation, ...] = ()
         self._norms: list[tuple[Operation, torch.Tensor]] = []
-        # True if one backward delivers the gradient in several pieces, because a backward runs inside another backward.
-        # The update then waits for step().
+        # True if one backward may deliver the gradient in several pieces, because a backward runs inside another
+        # backward. The update then waits for step().
         self.in_pieces = False
         # The gradient in memory that a step used, and its version. The reference is weak: user code may free the
         # tensor.
@@ -166,7 +167,7 @@ class Gradient:
         self._given: WeakValues | None = None
 
     def expect_pieces(self) -> None:
-        """Records that one backward delivers the gradient in several pieces."""
+        """Records that one backward may deliver the gradient in several pieces."""
         self.in_pieces = True
 
     @property
@@ -239,7 +240,7 @@ class Gradient:
             self._begin("stage", gradient, factor, factors)
 
     def _defer(self, gradient: torch.Tensor | None, factor: float, factors: Sequence[float]) -> bool:
-        """Stores `gradient` and defers its update to the next step; returns False if this step cannot defer it."""
+        """Defers the update to the next step, and stores `gradient`, if any; returns False if it cannot be deferred."""
         if not self._gradients.defers(self) or (gradient is not None and gradient.is_sparse):
             return False
         after, engine = self._after("stage"), self._gradients.engine
@@ -257,7 +258,7 @@ class Gradient:
     def begin(self, gradient: torch.Tensor | None = None) -> bool:
         """Begins the update before step().
 
-        The update uses `gradient`, which is also stored. If `gradient` is None, the update uses the stored gradient.
+        The update uses `gradient`, and also stores it. If `gradient` is None, the update uses the stored gradient.
         Returns False if no update begins; then `gradient` is not stored. If a mistake of the user is the reason, step()
         raises the error, unless the user corrects the mistake before step().
         """
@@ -377,7 +378,10 @@ class Gradient:
         return self._used is not None and self._used[0]() is gradient and self._used[1] == gradient._version  # noqa: SLF001
 
     def laid_out(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the values of a gradient in memory, in the parameter's strides; makes a copy only if necessary."""
+        """Returns `values` in memory, in the parameter's strides; makes a copy only if necessary.
+
+        Reads the gradient if `values` is a handle of another gradient. Keeps the layout of a sparse gradient.
+        """
         if isinstance(values, GradientHandle):
             values = values.gradient.materialize()
         values = values.detach()
@@ -390,10 +394,12 @@ class Gradient:
     def require_own(self) -> None:
         """Raises UsageError if other code still holds the memory in which the gradient arrived.
 
-        The caller changes the gradient, and the change would not reach that memory.
+        The caller adds to the gradient, and the sum would not reach that memory.
         """
         if self._given is not None and self._given.checksum() is not None:
-            self._refuse_given("In plain training this change would reach that memory, but here it would not")
+            self._refuse_given(
+                "In-memory training would add further gradients to that memory, too, but offload() cannot"
+            )
 
     def require_unwritten(self) -> None:
         """Raises UsageError if other code wrote to the memory that held the gradient when it arrived."""
@@ -409,8 +415,8 @@ class Gradient:
 
     def _refuse_given(self, what: str) -> NoReturn:
         raise UsageError(
-            f"the gradient of {self.name!r} is a view of memory that your code keeps, such as a tensor that was given "
-            f"to backward(). {what}: call zero_grad(), and give backward() a clone(), "
+            f"the gradient of {self.name!r} is a view of memory that another object keeps, such as a tensor that your "
+            f"code gave to backward(). {what}: call zero_grad(), and give backward() a clone(), "
             'or pass gradients="ram" to offload()'
         )
 
@@ -418,7 +424,7 @@ class Gradient:
 
     @property
     def fused(self) -> bool:
-        """True if an update already used the gradient. Then only the norm is known; a read or a change raises."""
+        """True if an update already used the gradient. Then only the 2-norm is left; other reads raise UsageError."""
         return self.state.staged or not self.state.stored
 
     def empty(self) -> torch.Tensor:
@@ -530,8 +536,8 @@ class Gradient:
             return
         kind = gradient.device.type
         autocast = torch.is_autocast_enabled(kind)
-        # A training loop takes norms outside of the backward, with autocast off. Turn autocast off here, too, because
-        # autocast would change the dtype of the norms.
+        # torch applies autocast before an operation reaches the handle, so `expected` has the operations after
+        # autocast. Turn autocast off here, because it would change the dtype of the norms.
         torch.set_autocast_enabled(kind, False)
         try:
             self._norms = [(operation, operation.apply(gradient)) for operation in self.expected]
@@ -541,7 +547,7 @@ class Gradient:
     def norm_by(self, operation: Operation) -> torch.Tensor | None:
         """Returns the norm that `operation` computes if this norm was taken as the gradient arrived; None otherwise.
 
-        Records the request: from the next step on, this norm is taken of each arriving gradient.
+        Records the request, so that `_take_norms` takes this norm in the next step.
         """
         if operation not in self._asked and len(self._asked) < _NORMS_MAX:
             self._asked.append(operation)

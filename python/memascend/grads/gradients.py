@@ -1,4 +1,4 @@
-"""Takes each gradient as autograd accumulates it; implements step() and zero_grad() for all parameters."""
+"""Takes each gradient as autograd accumulates it; does the work of step() and zero_grad() on all gradients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Gradients:
         self.fresh = False
         # Seconds that backwards spent in `_on_gradient()`, including waits for memory.
         self.handing_seconds = 0.0
-        # True within `scaled()`: optimizer.backward() began the backward.
+        # True within `scaled()`: optimizer.backward() or accumulate() began the backward.
         self._scaled = False
         # True if the present step uses all gradients as they arrived, neither clipped nor changed.
         self._unchanged = False
@@ -160,7 +160,7 @@ class Gradients:
         return before if needed else None
 
     def _arrive(self, gradient: Gradient, values: torch.Tensor, *, lasting: bool) -> None:
-        """Handles a gradient of a parameter that has no gradient yet; `lasting`: other code holds `values`, too."""
+        """Handles the gradient `values`, which `p.grad` holds in memory; `lasting`: other code may hold it, too."""
         nested = self.backwards.enter(delivers=True)
         if self.loop.mode == "fused":
             self.backwards.require_declared(gradient.name)
@@ -180,9 +180,9 @@ class Gradients:
             # User code may read or write this tensor at any time, so the tensor stays in `p.grad`.
             return
         if shared and not own_rows:
-            # The memory belongs to other gradients, too, or to a tensor that user code passed to backward(gradient=)
-            # and may write to. A rank's rows share memory that fully_shard makes for a group; no code writes to that
-            # memory.
+            # Other tensors use this memory, too: other gradients, for example, or a tensor that user code passed to
+            # backward(gradient=) and may write to. A rank's rows share memory that fully_shard makes for a group; no
+            # code writes to that memory.
             gradient.note_given(values)
         if nested:
             gradient.expect_pieces()
@@ -202,7 +202,7 @@ class Gradients:
             gradient.use(values, whole=whole)
 
     def store_sum(self, gradient: Gradient, values: torch.Tensor) -> None:
-        """Writes a gradient, or the first part of a sum, to storage; later parts are added there."""
+        """Writes `values`, the sum of the first parts of a gradient, to storage. The caller adds later parts there."""
         self._note_arrival(gradient)
         gradient.store(gradient.laid_out(values))
 
@@ -223,7 +223,7 @@ class Gradients:
 
     def _note_arrival(self, gradient: Gradient) -> None:
         if gradient.handle is not None:
-            # User code removed the handle from `p.grad`: drop the gradient behind it.
+            # User code removed the handle from `p.grad`: drop the handle's gradient.
             gradient.drop()
         self._arrival_backward[gradient.name] = self.backwards.count
         self.fresh = True
@@ -288,7 +288,7 @@ class Gradients:
     def require_no_failure(self) -> None:
         """Drops all gradients if the last backward failed.
 
-        Raises UsageError if a `p.grad` still has a gradient from the failed backward.
+        Raises UsageError if a `p.grad` still has the value that it had when the failure was detected.
         """
         if not self.backwards.failed:
             return
@@ -346,7 +346,7 @@ class Gradients:
                 gradient.expect_pieces()
 
     def all_grads_removed(self) -> bool:
-        """True if something is staged and every `p.grad` is None, as after `model.zero_grad()`."""
+        """True if `is_staged()` and every `p.grad` is None, as after `model.zero_grad()`."""
         return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
     def is_staged(self) -> bool:
@@ -399,7 +399,8 @@ class Gradients:
     def update_all(self, present: Present, factor: float) -> None:
         """Begins every update that has not begun, and repeats early updates whose factor or options changed.
 
-        Raises UsageError if the options of a staged update have changed since it began.
+        Raises UsageError if the options of a staged update have changed since it began, or if the last step used up a
+        gradient that is still in `p.grad`.
         """
         self._unchanged = factor == 1.0
         self._decide_when(present)
@@ -437,7 +438,10 @@ class Gradients:
                 self._stage(gradient, changed, factor)
 
     def _decide_when(self, present: Present) -> None:
-        """Decides whether this step defers updates; if not, makes the updates that the last step deferred."""
+        """Decides whether this step defers updates.
+
+        Makes the updates that the last step deferred, unless this step can defer the next updates of these parameters.
+        """
         stored = [gradient for gradient, values in present if values is gradient.handle and gradient.state.stored]
         unchanged = self._unchanged and not any(gradient.is_changed for gradient in stored)
         self._defers = self.loop.stays_kept and not self.speculation.begins_after(unchanged=unchanged)
@@ -455,8 +459,8 @@ class Gradients:
             return False
         if not is_same:
             raise UsageError(
-                f"options of {gradient.name!r} changed between backward and step(), from {gradient.options} to {now}, "
-                'but its update already used the old options: change options after step(), or pass gradients="ssd"'
+                f"options of {gradient.name!r} changed from {gradient.options} to {now}, but its update already used "
+                'the old options: change options between step() and the next backward, or pass gradients="ssd"'
             )
         return True
 
@@ -466,7 +470,7 @@ class Gradients:
         self.norms.measure_once(gradient, values)
 
     def measured(self, present: Present) -> Numbers:
-        """Returns whether any gradient is not finite, and the sum of all squares; called before the updates begin."""
+        """Returns whether any gradient is not finite, and the sum of all squares; called before `update_all()`."""
         self.engine.drain()
         for gradient, values in present:
             if values is not gradient.handle:
@@ -498,7 +502,7 @@ class Gradients:
         return [gradient.name for gradient in updated]
 
     def skip(self) -> None:
-        """Discards staged updates and ends the step; gradients stay where they are."""
+        """Discards all updates that have begun, and ends the step; gradients stay where they are."""
         self.engine.discard()
         for gradient in self.by_name.values():
             if gradient.state.begun:

@@ -78,8 +78,8 @@ class GradientHandle(torch.Tensor):
         gradient = self.of[0]()
         if gradient is None or not self.is_of(gradient):
             raise UsageError(
-                f"this gradient of {self.of[2]} was dropped, by zero_grad() or because p.grad was replaced: "
-                "to keep its values, call p.grad.clone() before that"
+                f"this gradient of {self.of[2]} was dropped, for example by zero_grad() or because p.grad was "
+                "replaced: to keep its values, call p.grad.clone() before that"
             )
         return gradient
 
@@ -225,9 +225,10 @@ def _each(
     options: dict[str, Any],
     one: Callable[[GradientHandle, Operation], Any],
 ) -> Any:
-    """Calls `one` for each handle in a list, so that only one gradient at a time is in memory.
+    """Calls `one` for each handle in the first argument, so that only one gradient at a time is in memory.
 
-    Runs `func` on the tensors in the list that are not handles.
+    The first argument is a handle or a list. Runs `func` on the tensors in the list that are not handles. If another
+    argument is a tensor with dimensions, runs `func` on copies of all gradients in the list at once.
     """
     first, rest = args[0], args[1:]
     name = func._schema.name.removeprefix("aten::")  # noqa: SLF001
@@ -263,7 +264,8 @@ def _each(
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
     """Returns the norm that torch computes, bit for bit.
 
-    Once an update has used the gradient, only the 2-norm is left: it is computed from the gradient's measure.
+    Once an update has used the gradient, returns the 2-norm from the gradient's measure instead. Its bits may differ
+    from the bits of torch's norm.
     """
     gradient = handle.gradient
     gradient.noticed("a norm of gradients")
@@ -338,17 +340,18 @@ def _append(gradient: Gradient, operation: Operation) -> None:
 def _refuse_change(gradient: Gradient, name: str) -> NoReturn:
     if name == "zero_":
         raise UsageError(
-            f"zero_grad(set_to_none=False) would keep a zero gradient for {gradient.name} until the next step, "
-            "but gradients='fused' keeps no gradients: use set_to_none=True, or pass gradients='ssd' to offload()"
+            f"zero_() or zero_grad(set_to_none=False) comes too late for the gradient of {gradient.name}, because the "
+            "update already used it: call zero_grad(), or pass gradients='ssd' to offload()"
         )
     raise UsageError(
         f"{name}() comes too late for the gradient of {gradient.name}, because the update already used it: "  # noqa: S608
-        "pass max_grad_norm= to offload() (and set max_grad_norm of a Trainer to 0), or pass gradients='ssd'"
+        "to clip, pass max_grad_norm= to offload() (and set max_grad_norm of a Trainer to 0); for other changes, pass "
+        "gradients='ssd'"
     )
 
 
 def _change(handle: GradientHandle, operation: Operation) -> GradientHandle:
-    """Changes one gradient in place: adds a gradient to it, or records `operation`, or runs `operation` on a copy."""
+    """Changes one gradient in place: adds to it, overwrites it, records `operation`, or runs `operation` on a copy."""
     name, arguments, options = operation.name, operation.arguments, operation.options
     values = [value[0] if isinstance(value, list | tuple) and len(value) == 1 else value for value in arguments]
     if name == "add_" and not options and len(values) == 1 and _is_gradient_of(handle, values[0]):
@@ -393,7 +396,7 @@ def _unscale_all(func: Any, args: tuple[list[Tensor], Tensor, Tensor], options: 
         _unscale(handle, Operation(func, UNSCALE, (found, inverse), listed=True))
 
 
-# Operations on lists that this file implements, so that not all gradients are in memory at once.
+# Operations that this file implements, so that not all gradients of a list are in memory at once.
 _SPECIAL: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     UNSCALE: _unscale_all,
     **dict.fromkeys(("linalg_vector_norm", "_foreach_norm"), functools.partial(_each, one=_norm)),

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("memascend")
-# Actions that always change gradients between their arrival and step().
+# Actions that change the gradients of most steps before step(). A loop with such an action gets no early updates.
 _CHANGING = frozenset({"a GradScaler", "zero_grad(set_to_none=False)"})
 # The code object of the function that runs a reentrant checkpoint's forward, without gradients.
 _CHECKPOINTED = CheckpointFunction.forward.__code__
 
 
 class Loop:
-    """The detected habits of the training loop, which decide how gradients wait for step()."""
+    """The detected habits of the training loop, which decide whether and where gradients wait for step()."""
 
     def __init__(self, mode: str, accumulation_steps: int, *, keeps: bool, figures: Exchange | None = None) -> None:
         """`mode` is "fused", "ssd", "ram" or "auto"; `keeps`: the loop is known to need gradients until step().
@@ -67,11 +67,14 @@ class Loop:
 
     @property
     def stays_kept(self) -> bool:
-        """True if the gradients of the next step will also wait on storage until step()."""
+        """True if `mode` is known to be "ssd" in the next step, too."""
         return self.mode == "ssd" and (not self._learning or self._keeps or bool(self._noticed))
 
     def decide_mode(self) -> str | None:
-        """Decides after the first step how gradients wait; returns the text for the log, None on later calls."""
+        """Decides between "ssd" and "fused" after the first step; returns the text for the log.
+
+        Returns None on later calls, and if the user chose the mode.
+        """
         if not self._learning:
             return None
         self._learning = False
@@ -86,21 +89,21 @@ class Loop:
         return 'gradients="auto": from the second step on, updates begin as gradients appear ("fused")'
 
 
-# The maximum of `Speculation._wanted`. Once `_wanted` steps in a row have changed no gradient, updates begin early. To
-# repeat the updates of a step costs about as much time as it saves to begin them early. So `_wanted` doubles after each
-# step that repeated its updates, and halves after each step that kept its early updates.
+# The maximum of `Speculation._wanted`. Once `_wanted` steps in a row have changed no gradient, updates begin early.
+# Beginning the updates of a step early saves about as much time as repeating them costs. So `_wanted` doubles after
+# each step that discarded early updates, and halves after each step that kept all of them.
 WAIT_MAX = 256
 
 
 class Speculation:
-    """Decides whether updates begin early: before step() has computed the norm and knows whether the step clips.
+    """Decides whether updates begin early: before step() has computed the norm and knows whether gradients change.
 
-    If the step clips, it discards the early updates and makes them again. Updates begin early once enough steps in a
-    row have changed no gradient. Until then, updates begin in step().
+    If clipping or user code then changes a gradient, its early update is discarded, and step() makes the update again.
+    Updates begin early once enough steps in a row have changed no gradient. Until then, updates begin in step().
     """
 
     def __init__(self, loop: Loop, ram_tier: Container[str]) -> None:
-        """`ram_tier` has the names of parameters whose updates always wait for step()."""
+        """`ram_tier` has the names of parameters whose updates never begin early."""
         # `early`: the number of steps in which updates began early. `anew`: how many of these steps discarded updates.
         self.early = 0
         self.anew = 0
@@ -143,9 +146,9 @@ class Speculation:
             self.anew += 1
             self._wanted = min(2 * self._wanted, WAIT_MAX)
             _log.info(
-                "the gradients of this step were clipped or changed, so the updates that had begun early were "
-                "discarded (in %d of %d steps so far); updates begin early again after %d steps that change no "
-                "gradient",
+                "updates that had begun before step() were discarded, because gradients were clipped or changed, "
+                "options were changed, or the step was skipped (in %d of the %d steps with such updates so far); "
+                "updates begin before step() again after %d steps in a row that change no gradient",
                 self.anew,
                 self.early,
                 self._wanted,
@@ -176,8 +179,8 @@ class Backwards:
         # About the open or failed backward: autograd's number of its graph task, and the thread that began the
         # backward.
         self._number = self._thread = 0
-        # The thread that ran the model's last forward. If one of autograd's own threads runs a backward, the thread of
-        # the last forward counts as the thread that began the backward.
+        # The thread that ran the model's last forward outside of a backward. If one of autograd's own threads runs a
+        # backward, this thread counts as the thread that began the backward.
         self._last = 0
 
     @staticmethod
@@ -191,7 +194,10 @@ class Backwards:
         return self._state == "failed"
 
     def enter(self, *, delivers: bool = False) -> bool:
-        """Records a running backward, and if it delivers a gradient; True if it runs inside another backward."""
+        """Records the running backward, if any; `delivers`: it delivers a gradient.
+
+        True if the backward runs inside another backward.
+        """
         number = torch._C._current_graph_task_id()  # noqa: SLF001
         if number == -1:
             return False
@@ -243,7 +249,7 @@ class Backwards:
         self.count += more
 
     def forget_failure(self) -> None:
-        """Ends the failed state: the gradients of the failed backward were dropped."""
+        """Ends the failed state, if any, and counts backwards from 0: all gradients were dropped or set to zero."""
         if self.failed:
             self._state = "ended"
         self.restart()
@@ -274,8 +280,9 @@ class Backwards:
         """
         if 1 < self.declared <= self.count:
             raise UsageError(
-                f"backward {self.count + 1} of a step brings a gradient of {name!r}, but accumulation_steps= is "
-                f'{self.declared}: pass the number of backwards in a step, or gradients="ssd", which allows any number'
+                f"backward {self.count + 1} of a step delivers a gradient of {name!r}, but accumulation_steps= or "
+                f"accumulate() declared {self.declared} backwards: pass the real number of backwards in a step as "
+                'accumulation_steps=, or pass gradients="ssd", which allows any number'
             )
 
 

@@ -1,4 +1,4 @@
-"""Scales the loss: dynamically, as torch.amp.GradScaler does, or by a fixed factor."""
+"""Keeps the factor that scales losses: dynamic, as in torch.amp.GradScaler, or fixed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossScale:
     """The factor of the loss, and its changes from step to step.
 
     `setting` is "dynamic" (doubles after 2000 steps without overflow, halves on each overflow), a number (constant), or
-    None (off: the factor is 1.0, and overflows are not handled).
+    None (off: the factor is 1.0).
     """
 
     def __init__(self, setting: float | str | None) -> None:

@@ -1,6 +1,6 @@
-"""Computes the micro-batches of one step layer by layer.
+"""Computes the micro-batches of an `accumulate()` call: layer by layer if possible, otherwise one after the other.
 
-The results are bit-identical to the results of computing one micro-batch after the other.
+Both ways give bit-identical results.
 
 `baton` defines the stages and runs the threads of the micro-batches; see [Note: Stages] there.
 
@@ -55,11 +55,11 @@ class _Sum:
     """The sum of one parameter's gradient over micro-batches; see [Note: Order of sums]."""
 
     gradient: Gradient
-    stage: int  # the stage at which parts arrive: a micro-batch that has passed this stage delivers no part
+    stage: int  # the last stage at which parts arrive: a micro-batch that has passed it delivers none
     came: set[int] = field(default_factory=set)  # the indices of micro-batches whose parts have arrived
     early: dict[int, torch.Tensor] = field(default_factory=dict)  # parts that wait for an earlier part, by index
     values: torch.Tensor | None = None  # the sum so far, if it is in memory
-    stored: bool = False  # the sum so far is on storage, because it did not fit into memory
+    stored: bool = False  # the sum so far is on storage, because it did not fit into the limit
 
     def begin(self, values: torch.Tensor) -> None:
         assert not self.stored
@@ -79,8 +79,8 @@ class _Sum:
 
 def _other_order(name: str) -> UsageError:
     return UsageError(
-        f"the gradient of {name!r} arrived in another order than in earlier calls, so its sum would have other bits: "
-        "nothing of the step is kept; compute the step again with accumulate(..., by_layer=False)"
+        f"a gradient of {name!r} arrived later or more often than in earlier calls of accumulate(), so its sum would "
+        "have other bits: nothing of the step is kept; compute the step again with accumulate(..., by_layer=False)"
     )
 
 
@@ -92,11 +92,12 @@ class PartialSums:
     course: StageOrder  # has the stage at which each gradient arrives
     baton: Baton  # knows which micro-batch computes, and the stage of each
     # The maximum number of bytes in memory for sums, and for parts that wait for an earlier micro-batch. The engine
-    # keeps all other sums on storage, and adds further parts to these sums on storage.
+    # keeps all other sums on storage, and adds further parts to these sums on storage. With gradients="ram", all sums
+    # stay in memory.
     limit: int
     room: Callable[[int], None]  # waits until the engine's queue of gradients leaves room for the given bytes
     stream: CallerStream  # the stream on which gradients are summed
-    whole: bool  # True if the step gets no more gradients after this call
+    whole: bool  # True if no more gradients of the step are expected after this call
 
     def __post_init__(self) -> None:
         self._keeps_all = self.gradients.loop.mode == "ram"
@@ -113,7 +114,10 @@ class PartialSums:
         self.baton.follow(self._reached, self._may_run)
 
     def take(self, gradient: Gradient) -> bool:
-        """Takes the part of a gradient that a micro-batch has just accumulated, and empties `p.grad`."""
+        """Takes the part of a gradient that a micro-batch has just accumulated, and empties `p.grad`.
+
+        Takes nothing and returns False if the current thread computes no micro-batch.
+        """
         own = self.baton.here
         if own is None:
             return False
@@ -174,7 +178,10 @@ class PartialSums:
         return found or _Sum(gradient, max(self.course.arrivals.get(gradient.name, -1), int(own.stage)))
 
     def _make_room(self) -> None:
-        """Moves sums to storage until sums and waiting parts are within the limit; waiting parts stay in memory."""
+        """Moves sums, but no waiting parts, to storage until both together are within the limit.
+
+        With gradients="ram", moves nothing.
+        """
         for found in self._open.values():
             if found.values is not None and self.nbytes > self.limit and not self._keeps_all:
                 values = found.take()
@@ -280,7 +287,7 @@ class ModuleValues:
         ]
 
     def changed(self) -> str | None:
-        """Returns a text that names the first changed value, or None if no value was replaced or written to."""
+        """Returns a text that names one value that was added, removed, replaced or written to; None if none was."""
         for title, values, before, versions in self._noted:
             names = [
                 name
@@ -294,7 +301,10 @@ class ModuleValues:
 
 
 def _versions(values: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the version of each tensor. Leaves out parameters, because materializing a weight raises its version."""
+    """Returns the version of each tensor, except parameters and inference tensors.
+
+    Materializing a weight raises its version. Inference tensors have no version.
+    """
     return {
         name: value._version  # noqa: SLF001
         for name, value in values.items()
@@ -305,8 +315,8 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
 _log = logging.getLogger("memascend")
 
 
-# After a call of `_tidy` that freed memory, `_tidy` frees nothing for this many times the duration of that call. The
-# reason is that it takes longer to fill the memory again than to free it.
+# After each call of `free_scratch`, `_tidy` frees nothing for this many times the duration of that call, because it
+# takes longer to fill the memory again than to free it.
 _PAUSES = 200
 # If a compiled block waits for other micro-batches, torch before this version compiles it in parts. These parts round
 # like eager code, so the bits would change.
@@ -330,7 +340,7 @@ class Accumulation:
         self._generators = Generators(self.device)
         # The time from which `_tidy` may free MKL's memory again.
         self._gives_back_at = 0.0
-        # The stages that earlier calls have shown; None before the first call.
+        # The stages that earlier calls have shown; None until `_watched` has recorded a call.
         self._course: StageOrder | None = None
         self._logged: set[str] = set()
 
@@ -422,7 +432,7 @@ class Accumulation:
     # --- by layer -----------------------------------------------------------------------
 
     def _is_fit(self, count: int) -> bool:
-        """True if this call is computed by layer. If it is not, logs the reason."""
+        """True if this call is computed by layer. Logs any reason against it from `never` or `_unfit_now()`."""
         if count < 2:
             return False
         why = self.never or self._unfit_now()
@@ -506,8 +516,8 @@ def _loss_in(result: Any) -> torch.Tensor:
     loss = result[0] if isinstance(result, tuple) and result else result
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"loss_of returned {type(result).__name__}: it must return the loss, or a tuple whose first item is the "
-            "loss"
+            f"loss_of returned {type(result).__name__}: it must return the loss as a torch.Tensor, or a tuple whose "
+            "first item is the loss"
         )
     return loss
 

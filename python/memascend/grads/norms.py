@@ -1,4 +1,4 @@
-"""Measures each gradient once, and computes the norm of a step from exact sums, on the CPU or on a device."""
+"""Finds gradients that are not finite, and computes the norm of all gradients of a step, on the CPU or on a device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Numbers = tuple[bool, Squares]
 Measure = Numbers | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # The dtypes that the kernels support.
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# The maximum total size of the gradients that wait until one kernel launch measures them. Some of these gradients are
-# copies, which use additional memory.
+# Once the waiting gradients have this many bytes, one kernel launch measures them. Some of these gradients are copies,
+# which use additional memory.
 _BUCKET_BYTES = 64 << 20
 # The number of rows of sums that are allocated and zeroed at once.
 _ROWS = 64
 
 
 class Norms:
-    """Computes the norm of all gradients of a step; measures each gradient once."""
+    """Computes the norm of all gradients of a step, and finds gradients that are not finite."""
 
     def __init__(self, *, counts: bool = True) -> None:
         """`counts`: this rank's squares count in the norm. If there are several replicas, only one replica counts."""
@@ -51,7 +51,7 @@ class Norms:
         self._rows.clear()
 
     def measure(self, gradient: torch.Tensor) -> Measure:
-        """Measures an arriving gradient; on a device, launches one kernel and does not wait for it."""
+        """Measures an arriving gradient; does not wait for a device."""
         values = _dense(gradient)
         if not _is_counted(values):
             return self._measured_here(values)
@@ -98,7 +98,7 @@ class Norms:
         return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
 
     def read(self, measures: Sequence[Measure]) -> list[Numbers]:
-        """Returns all measures as numbers; waits for the device once if a measure is still on it."""
+        """Returns all measures as numbers; waits for the device once for all rows of sums, and once for each pair."""
         rows = [index for index, measure in enumerate(measures) if isinstance(measure, torch.Tensor)]
         found: dict[int, Numbers] = {}
         if rows:
@@ -108,9 +108,9 @@ class Norms:
         return [found.get(index) or _numbers(measure) for index, measure in enumerate(measures)]
 
     def of(self, gradients: Iterable[tuple[Gradient, torch.Tensor]]) -> Numbers:
-        """Returns whether any of these gradients is not finite, and the sum of their squares.
+        """Returns whether any of these gradients is not finite, and the sum of their squares if `counts`, else 0.
 
-        The sum over all ranks is rounded once, so neither order, device nor number of ranks changes the norm. A
+        Exact sums are rounded once, over all ranks, so neither order, device nor number of ranks changes the norm. A
         gradient is not read again if it was measured when it arrived, when it was stored or when it was used. Scalar
         arithmetic on a stored gradient, such as clipping, counts as a factor.
         """
@@ -150,7 +150,7 @@ def norm_of(squares: Squares) -> float:
 
 
 def _is_counted(values: torch.Tensor) -> bool:
-    """True if a kernel measures `values` on their device."""
+    """True if `values` are on a device other than the CPU, and have a dtype that the kernels support."""
     return values.device.type != "cpu" and values.dtype in _FLOATS
 
 

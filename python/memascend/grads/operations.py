@@ -72,11 +72,11 @@ class Operation:
 
     @property
     def is_of_all(self) -> bool:
-        """True if the operation is a norm over all elements, with a single number as its result."""
+        """For a norm: true if the norm is over all elements, with a single number as its result."""
         return self.listed or len(self.arguments) <= 1
 
     def changes_nothing(self) -> bool:
-        """True if the operation would not change any gradient; waits for the GPU if an argument is on the GPU."""
+        """True if the operation is known to change no gradient; waits for the GPU if an argument is on the GPU."""
         numbers = [*self.arguments, *self.options.values()]
         values = [value.item() if isinstance(value, torch.Tensor) else value for value in numbers]
         if self.name == UNSCALE:

@@ -1,4 +1,4 @@
-"""Plugins for Axolotl and ms-swift, which make a Trainer themselves from a file of settings."""
+"""Plugins for Axolotl and ms-swift: programs that make the Trainer themselves, from their own settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["offload", "options_of"]
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks the options of `memascend.trainer.offload()` in a program's settings, before a model is loaded.
+    """Checks the options of `memascend.trainer.offload()` in a program's settings; returns a copy of the options.
 
     Raises:
         ConfigError: an option is unknown, or `storage` is missing.
@@ -32,5 +32,5 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"memascend has no option {unknown[0]!r}: its options are {', '.join(sorted(known))}")
     if not given.get("storage"):
-        raise ConfigError("memascend needs storage, the path of the store: for example storage: run.store")
+        raise ConfigError("memascend needs storage, the path of the store: set this option, for example to run.store")
     return dict(given)

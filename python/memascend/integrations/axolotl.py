@@ -1,4 +1,7 @@
-"""A plugin for Axolotl: `plugins: [memascend.integrations.axolotl.MemascendPlugin]`, and `memascend:` with options."""
+"""Offloads a model that Axolotl trains, as a plugin: `plugins: [memascend.integrations.axolotl.MemascendPlugin]`.
+
+The entry `memascend:` in Axolotl's settings has the options of `memascend.trainer.offload()`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class _Interruptible(TrainerCallback):
     """
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Replaces Axolotl's handler of SIGINT, which Axolotl has set by now."""
+        """Replaces Axolotl's handler of SIGINT, which Axolotl may have set by now, by Python's handler."""
         theirs = getattr(signal.getsignal(signal.SIGINT), "__module__", None) or ""
         if theirs.startswith("axolotl.") and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,7 +1,7 @@
-"""An optimizer callback for ms-swift: `--optimizer memascend --optim_args storage=run.store,host_memory=48GiB`.
+"""Offloads a model that ms-swift trains: `--optimizer memascend --optim_args storage=run.store,host_memory=48GiB`.
 
-`--external_plugins` takes the path of this file. ms-swift puts the file's folder first in `sys.path`; the file must not
-be named swift.py, which worker processes would import in place of ms-swift's package `swift`.
+`--external_plugins` takes the path of this file. ms-swift puts the folder of this file first in `sys.path`. So this
+file must not be named swift.py: worker processes would import it in place of ms-swift's package `swift`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class MemascendOptimizer(OptimizerCallback):  # type: ignore[misc]
 
 
 def _options(text: str | None) -> dict[str, Any]:
-    """Parses `name=value,name=value`, with YAML values."""
+    """Parses `name=value,name=value`, with YAML values, and checks the options."""
     try:
         found = yaml.safe_load("{" + re.sub(r"(^|,)\s*(\w+)\s*=", r"\1\2: ", text or "") + "}")
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"optim_args must have the form name=value,name=value for memascend, but is {text!r}"
+            f"memascend cannot read optim_args {text!r}: pass name=value,name=value, where each value is valid YAML"
         ) from error
     return options_of(found)
 

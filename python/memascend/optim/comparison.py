@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class RunMode:
     """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
-    # A copy gets only the group of its parameter, since the optimizer stacks the parameters of each group, and fails on
-    # an empty group.
+    # A copy gets only the group of its parameter, because the optimizer fails with an empty group. An example is an
+    # optimizer that stacks the parameters of each group.
     omits: bool = False
     # A parameter without a gradient is updated with a gradient of zeros, if another parameter has a gradient.
     zeros: bool = False
@@ -55,10 +55,10 @@ class RunMode:
 PLAIN = RunMode()
 # A trial first makes this number of steps with a gradient for every parameter.
 _STEPS = 4
-# The maximum size of a trial's parameters in each dimension.
+# The maximum size of a small trial parameter in each dimension.
 _TRIAL_DIM_MAX = 6
-# From each group, a trial takes one parameter of each kind (dtype and number of dimensions), for at most this number of
-# kinds.
+# From each group, a trial takes the first and the last parameter, and one parameter of each kind (dtype and number of
+# dimensions) for at most this number of kinds.
 _TRIED_MAX = 4
 # A trial of stacked state uses matrices of true size: at most `_STACK_MAX` matrices of at most `_STACK_BYTES_MAX` bytes
 # together, but at least two matrices.
@@ -69,7 +69,7 @@ MODES = ("train", "eval")
 
 
 class _RandomGuard(TorchDispatchMode):
-    """Rejects operations that draw random numbers, on any device."""
+    """Rejects operations that draw from torch's default random number generators, on any device."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,7 +102,8 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
     """Context manager for a trial of an optimizer; raises ConfigError if a step draws random numbers.
 
     Warnings are hidden. The random number generators of torch, Python and numpy keep their states. With `meta`, draws
-    from Python's generator are allowed: on the meta device torch itself draws from this generator for a collective.
+    from the generators of Python and numpy are allowed: on the meta device torch itself draws from Python's generator
+    for a collective.
     Code that a step would compile runs without compilation, because compilation would take minutes.
     """
     numpy: Any = sys.modules.get("numpy")
@@ -129,7 +130,7 @@ def on_trial(optimizer: torch.optim.Optimizer, *, meta: bool = False) -> Iterato
 
 
 class _Member:
-    """A small parameter of the trial. It represents a real parameter, which has `position` in group number `group`."""
+    """A parameter of a trial. It represents the real parameter at `position` in group number `group`."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _SeparateRun:
             give_gradient(parameter, None if gradient is None else gradient.clone())
             begin, state = self._shared.copy(deep=True), self._states[number]
             for name in self._run_mode.scratch:
-                # Overwrite the attribute with a value that no step leaves in it.
+                # Overwrite the attribute: if the step reads it before it writes it, the results differ.
                 value = begin.attributes[name]
                 value.fill_(float("nan") if value.is_floating_point() else 101)
             copy = copy_of_one(self._optimizer, begin, member.group, parameter, state, self._run_mode)
@@ -301,7 +302,7 @@ def _members_at_size(
     ]
 
 
-# The calls of a trial. Each call has the name of a method, and tells for each member whether the member has a gradient.
+# The calls of a trial. Each call has the name of a method and, for each member, whether the member has a gradient.
 _Plan = list[tuple[str, list[bool]]]
 
 
@@ -314,7 +315,7 @@ def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -
     every, none = [True] * len(members), [False] * len(members)
     plan: _Plan = [("step", every)] * _STEPS
     if callable(getattr(type(optimizer), "train", None)):
-        # Each method is called twice: the second call must change no parameter.
+        # The plan calls a method twice, because the second call must change no parameter.
         plan = [("train", none), ("train", none), *plan]
         if callable(getattr(type(optimizer), "eval", None)):
             plan += [("eval", none), ("eval", none), ("train", none), ("step", every)]
@@ -350,11 +351,14 @@ class _Comparison:
                 self.optimizer, f"its attributes and options cannot be copied ({type(error).__name__}: {error})"
             ) from error
         self._last = ""
-        # The numbers of groups in which torch's step keeps the state of several parameters in one stacked tensor.
+        # The numbers of groups in which the step of all members keeps the state of several members in a stacked tensor.
         self.stacked: set[int] = set()
 
     def follow(self, plan: _Plan, generator: torch.Generator) -> SharedValues:
-        """Makes the calls of `plan`; returns the shared values at the end."""
+        """Makes the calls of `plan` in both ways and compares the results; returns the shared values at the end.
+
+        With `spread`, ends early if a step of all members fails.
+        """
         for method, present in plan:
             gradients = [
                 member.drawn(generator) if there else None for member, there in zip(self.members, present, strict=True)
@@ -374,12 +378,13 @@ class _Comparison:
             if self.spread:
                 # The step of all parameters fails with these gradients, so there is no result to compare.
                 return False
-            raise refused(
-                optimizer, f"its {method} failed in a trial on small tensors ({type(error).__name__}: {error})"
-            ) from error
+            raise refused(optimizer, f"its {method} failed in a trial ({type(error).__name__}: {error})") from error
         idle = method in MODES and self._last in ("", method)
         if idle and not same(before, self._joint.now()[:2]):
-            raise refused(optimizer, f"its {method}() changes parameters even if the optimizer already is in that mode")
+            raise refused(
+                optimizer,
+                f"its {method}() changes parameters or their state even if the optimizer is in that mode already",
+            )
         self._last = method
         try:
             self._one_by_one.do(method, gradients)
@@ -387,7 +392,8 @@ class _Comparison:
             raise
         except Exception as error:
             raise refused(
-                optimizer, f"its {method} failed on one small parameter at a time ({type(error).__name__}: {error})"
+                optimizer,
+                f"its {method} failed in a trial on one parameter at a time ({type(error).__name__}: {error})",
             ) from error
         self._require_same(method)
         return True

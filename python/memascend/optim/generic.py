@@ -1,4 +1,4 @@
-"""Runs any torch optimizer with per-parameter state on streamed state, with torch's own arithmetic."""
+"""Runs an optimizer's own code for one parameter at a time, on state that the engine streams from the store."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class OwnUpdate:
     group: int  # the number of the parameter's group
     layout: StateLayout
     given: Given
-    ended: Ended  # called on the engine's thread after the last chunk
+    ended: Ended  # called after the last chunk, on the same thread
     first: bool  # True if the parameter has no state yet
     method: str  # the method to run; only "step" runs with a gradient
 
     def __post_init__(self) -> None:
         self._is_known = known(self.optimizer)
-        # Copies the options now: the engine's thread calls this object later, and by then a scheduler may have set the
-        # options of the next step.
+        # Copy the options now: the engine calls this object later, and by then a scheduler may have set the options of
+        # the next step.
         shared = SharedValues.of(self.optimizer)
         if self._is_known:
             # The copy gets only this group. That is safe for torch's own classes; other classes may read their first
@@ -149,8 +149,8 @@ class OwnUpdate:
         if made.keys() != set(wanted):
             raise UsageError(
                 f"{named(self.optimizer)} now keeps the state {sorted(made)} for a parameter, but kept "
-                f"{sorted(wanted)} at offload(): options that decide which state it keeps (momentum, amsgrad, ...) "
-                "must not change. Set such options before offload()"
+                f"{sorted(wanted)} at offload(). Set options that decide which state it keeps (momentum, amsgrad, ...) "
+                "before offload(), and do not change them"
             )
         for name, value in made.items():
             parts = layout.parted.get(name)
@@ -182,7 +182,10 @@ class OwnUpdate:
         got = type(value).__qualname__
         if isinstance(value, torch.Tensor):
             got += f" of {value.dtype}, {value.layout} and shape {list(value.shape)}"
-        return UsageError(f"{named(self.optimizer)} changed its state {name!r} to a {got}, but the store has {stored}")
+        return UsageError(
+            f"{named(self.optimizer)} changed its state {name!r} to a {got}, but the store has {stored}: call "
+            "zero_grad(), and use an optimizer listed in docs/optimizers.md"
+        )
 
 
 def import_state(
@@ -190,8 +193,8 @@ def import_state(
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Returns the optimizer's existing state for `parameter` as tensors for the store, and the number of past updates.
 
-    The tensors share memory with the optimizer's tensors where dtype and layout match. There is no "master" tensor. If
-    the state has no step count, the number of updates is 1. If there is no state, the number is 0.
+    The tensors share memory with the optimizer's tensors where device, dtype and strides match. There is no "master"
+    tensor. The number of updates is the state's "step", but at least 1; it is 0 if there is no state.
     """
     existing = optimizer.state.get(parameter, {})
     existing = {name: value for name, value in existing.items() if value is not None}
@@ -271,8 +274,8 @@ class Runs:
     ) -> tuple[OwnUpdate, bool]:
         """Returns the update of a parameter of `dtype`, and whether this update may run after the commit.
 
-        An update after the commit must not fail. So the code must be torch's own, and a run of the same kind with the
-        same options must have succeeded before.
+        An update after the commit must not fail. So the code must be torch's own, and an update of the same `kind` must
+        have succeeded before.
         """
         self._ends.pop(name, None)
         options = self.optimizer.param_groups[group].items()
@@ -308,7 +311,7 @@ class Runs:
         """Sets the shared values that the runs of the parameters `names` changed; returns a function that undoes this.
 
         `finish` waits until all runs have ended. `changed` has the changes that every run must have made. These changes
-        are set even if no parameter had a run.
+        are set even if no parameter had a run. Raises UsageError if the runs left different values.
         """
         finish()
         ends = [self._ends[name] for name in names if name in self._ends]

@@ -76,14 +76,16 @@ def is_owners(value: Any) -> bool:
 
 
 def require_roster(own: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Rejects a store or checkpoint that was made with other optimizers.
+    """Rejects a store or checkpoint that was made with other joined optimizers.
 
-    `where` names the store or checkpoint. `stored` is empty if the stored run had a single optimizer.
+    `where` names the store or checkpoint. `own` and `stored` are results of `roster_of`. They are empty for a single
+    optimizer, so two single optimizers are not compared.
     """
     if [(one["optimizer"], one["groups"]) for one in own] != [(one["optimizer"], one["groups"]) for one in stored]:
         had, has = _listed(stored), _listed(own)
         raise ConfigError(
-            f"{where} was made with {had}, but offload() got {has}: pass the same optimizers, in the same order"
+            f"{where} was made with {had}, but offload() got {has}: pass the same optimizers with the same groups, in "
+            "the same order"
         )
 
 

@@ -39,8 +39,8 @@ class _Rule:
     number: int  # the number of the parameter's group among the groups of all optimizers
     name: str
     parameter: torch.Tensor
-    format: str | None  # the engine's format of the state; None if the state has torch's tensors
-    sparse: bool  # the parameter's gradients may be sparse, so the parameter is updated whole
+    format: str | None  # the format that `StateFormats` or `compact_format` selects for the state, if any
+    sparse: bool  # True if the parameter's gradients may be sparse
 
     # True if updates draw random bits, for stochastic rounding.
     draws: bool = field(init=False, default=False)
@@ -65,14 +65,14 @@ class _Rule:
         groups = self.arithmetic.optimizer.param_groups
         if self.number >= len(groups):
             raise UsageError(
-                f"the group of {self.name!r} was removed from optimizer.param_groups after offload(): add it again "
-                "and call zero_grad(). To freeze parameters, use requires_grad_(False)"
+                f"{self.name!r} has no group, because a group was removed from optimizer.param_groups after offload(): "
+                "add it again and call zero_grad(). To freeze parameters, use requires_grad_(False)"
             )
         return groups[self.number]
 
     @property
     def has_master(self) -> bool:
-        """False if 16-bit values are rounded stochastically. If True, 16-bit values have an fp32 master weight."""
+        """False if `format` rounds 16-bit values stochastically, without fp32 master weights."""
         return not (self.format or "").startswith("stochastic")
 
     def options(self) -> dict[str, Any]:
@@ -122,8 +122,9 @@ class _Rule:
     def _run(self, *_: Any, **__: Any) -> None:
         """Begins a run of the optimizer's own code; only `OwnRule` supports it."""
         raise UsageError(
-            f"{type(self.code.optimizer).__name__} does not support sparse gradients, but {self.name!r} has a sparse "
-            "gradient: use SparseAdam or SGD, or an embedding without sparse=True"
+            f"{self.name!r} has a sparse gradient, which offload() does not support for this "
+            f"{type(self.code.optimizer).__name__}: use SparseAdam, SGD without the options state= and rounding=, or "
+            "an embedding without sparse=True"
         )
 
     def switch(self, engine: Engine, mode: str, done: int) -> bool:
@@ -134,7 +135,7 @@ class _Rule:
 
 @dataclass(kw_only=True, eq=False)
 class EngineRule(_Rule):
-    """Updates a parameter by Adam or by SGD with momentum.
+    """Updates a parameter by Adam, AdamW or SGD with momentum.
 
     The engine computes the update, on state in the engine's format.
     """
@@ -212,7 +213,7 @@ class EngineRule(_Rule):
 class OwnRule(_Rule):
     """Updates a parameter by the optimizer's own code.
 
-    For plain SGD the engine computes the update instead, with the same bits.
+    For SGD, the engine computes the update instead if `numbers()` returns its arguments. The bits are the same.
     """
 
     layout: StateLayout
@@ -243,12 +244,13 @@ class OwnRule(_Rule):
         return group_options(self._group)
 
     def numbers(self, options: Mapping[str, Any], done: int, scale: float) -> Momentum | None:
-        """Returns the engine's arguments for SGD.
+        """Returns the engine's arguments for SGD that computes in float32; None for other optimizers and dtypes.
 
         The engine's updates are bit-identical to torch's updates without `fused`.
 
-        Returns None for `fused=True` (with momentum, torch's fused kernel has other bits), and for options that only
-        torch's own code handles: numbers out of range, or a momentum that does not match the state.
+        Also returns None for `fused=True` (with momentum, torch's fused kernel has other bits), and for options that
+        only torch's own code handles: tensors, numbers out of range, Nesterov momentum with dampening, or a momentum
+        that does not match the state.
         """
         if type(self.code.optimizer) is not torch.optim.SGD:
             return None
@@ -298,8 +300,8 @@ class OwnRule(_Rule):
         if done == 0:
             # offload() has verified that a change of mode before the first step changes no parameter.
             return False
-        # The engine requires a gradient, so it gets an empty tensor. No code reads this tensor, and its pages take no
-        # memory, because no code writes to them.
+        # The engine requires a gradient, so it gets an uninitialised tensor. No code reads this tensor, and its pages
+        # take no memory, because no code writes to them.
         self._run(engine, done, Given(), self._empty("cpu"), method=mode)
         return True
 
@@ -321,11 +323,11 @@ def takes_engine_state(
     master_dtype: torch.dtype | None,
     given: str | None,
 ) -> Literal["adam", "momentum"] | None:
-    """Returns the engine's arithmetic for a parameter of `dtype` in `group`; None if the engine does not update it.
+    """Returns the arithmetic of an `EngineRule` for a parameter of `dtype` in `group`; None if it needs an `OwnRule`.
 
-    `given` is the format of the state, if the state has a format. The engine runs Adam and AdamW, but not their
-    subclasses, if master weights and moments are float32 or in a format. The engine runs SGD if the momentum is in a
-    format.
+    `given` is the format of the state, if the state has a format. Adam and AdamW, but not their subclasses, get an
+    `EngineRule` if amsgrad is off, and master weights and moments are float32 or in a format. SGD gets an `EngineRule`
+    if the momentum is in a format.
     """
     kind = engine_kind(optimizer)
     if kind == "adam":
@@ -337,8 +339,9 @@ def takes_engine_state(
 class Arithmetic:
     """Holds the rules of all parameters, and the optimizers that own the parameters.
 
-    `sparse` has the ids of parameters whose gradients may be sparse. Such parameters are updated whole. `formats` has
-    the state formats; an optimizer gets only a format that it supports. `names` has the parameters' names by id.
+    `sparse` has the ids of parameters whose gradients may be sparse. An `OwnRule` updates such a parameter whole.
+    `formats` has the state formats; an optimizer gets only a format that it supports. `names` has the parameters' names
+    by id.
     """
 
     def __init__(
@@ -396,7 +399,8 @@ class Arithmetic:
     def whole_next_bytes(self) -> int:
         """The bytes of memory to read the next parameter while a parameter is updated whole.
 
-        Of each two consecutive parameters the smaller one counts. The result is the largest of these sizes.
+        Of each two consecutive parameters of an optimizer, the smaller one counts. The result is the largest of these
+        sizes.
         """
         found = [(rule.code, rule.whole.stored_bytes) for rule in self.rules.values() if rule.whole is not None]
         return _aligned(min(one, other) for (code, one), (after, other) in pairwise(found) if code is after)

@@ -30,7 +30,8 @@ def copied(value: Any, *, deep: bool = False, memo: dict[int, Any] | None = None
     """Returns a copy of nested containers and tensors; repeated references to one object stay references to one copy.
 
     Without `deep`, large tensors and objects of other classes are shared instead of copied. With `deep`, only
-    functions, classes and modules are shared. `memo` holds the copies made so far, by the ids of their originals.
+    functions, classes and Python modules are shared. `memo` holds the copies made so far, by the ids of their
+    originals.
     """
     memo = {} if memo is None else memo
     if id(value) in memo:
@@ -58,7 +59,7 @@ def _copied(value: Any, *, deep: bool, memo: dict[int, Any]) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """True if two values, such as results of `copied`, are bit-identical."""
+    """True if two values, such as results of `copied`, have one type and are equal; compares tensors bit for bit."""
     if one is other or type(one) is not type(other):
         return one is other
     if isinstance(one, torch.Tensor):
@@ -102,7 +103,7 @@ def named(optimizer: torch.optim.Optimizer) -> str:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's attributes, without groups, state, hooks, and the methods that schedulers replaced."""
+    """Returns the optimizer's attributes, except groups, state, hooks, and methods that schedulers replaced."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -258,8 +259,8 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 def common_end(ends: Sequence[tuple[int, Mapping[SharedName, Any]]]) -> dict[SharedName, Any]:
     """Returns the changes of a whole step, given each run's group number and the changes by that run.
 
-    For the options of a group, the runs of the group's parameters decide. If the group had no runs, all other runs
-    decide.
+    The runs of a group's parameters decide about the options of the group. All runs decide about attributes, and about
+    the options of a group that had no runs.
 
     Raises:
         Disagreement: the runs ended with different values.
@@ -303,7 +304,10 @@ def plain(value: Any) -> Any:
 
 
 def put(home: dict[Any, Any], name: Any, value: Any) -> None:
-    """Sets `home[name]`; a tensor keeps its memory, because groups and schedulers may share it."""
+    """Sets `home[name]`, or removes it if `value` is `GONE`.
+
+    A tensor of the same dtype and shape is overwritten in place, because groups and schedulers may share it.
+    """
     if value is GONE:
         home.pop(name, None)
         return
@@ -361,7 +365,7 @@ class TensorParts:
         return found
 
     def apart(self, name: str, value: Any) -> dict[str, torch.Tensor]:
-        """Returns the plain tensors of `value`, by name; `fits(value)` must be true."""
+        """Returns the plain tensors of `value`, by name; `value` must have parts of these names."""
         found: dict[str, torch.Tensor] = {}
         for part, inner in self.parts.items():
             tensor: torch.Tensor = getattr(value, part)
@@ -449,7 +453,7 @@ def take_options(
 
 
 def _is_scheduled(name: str, given: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """True if a scheduler computed the stored option from a value that equals the given option."""
+    """True if a scheduler added the stored option, or computed it from the given learning rate."""
     if name not in given:
         # A scheduler adds such an option: initial_lr, max_lr and so on.
         return True

@@ -207,7 +207,8 @@ def _sparse(values: torch.Tensor) -> torch.Tensor:
 def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
     """Returns the state after the first step.
 
-    Raises ConfigError if a later step changes names or shapes of the state.
+    Raises ConfigError if a later step changes the names, shapes or dtypes of the state. Does not check torch's own
+    classes.
     """
     first = next(states)
     if known(optimizer):
@@ -217,7 +218,7 @@ def _steady(optimizer: torch.optim.Optimizer, states: Iterator[dict[str, Any]]) 
         if not same(shapes, _shapes(later)):
             raise ConfigError(
                 f"{named(optimizer)} keeps other state after step {number} than after step 1; memascend can stream "
-                "only state that each step keeps. Use an optimizer listed in docs/optimizers.md"
+                "only state whose names, shapes and dtypes stay the same. Use an optimizer listed in docs/optimizers.md"
             )
     return first
 
@@ -331,7 +332,7 @@ _16_BITS = frozenset({torch.bfloat16, torch.float16})
 
 
 def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"] | None:
-    """Returns the engine's arithmetic for the optimizer's parameters; None if the optimizer's own code runs."""
+    """Returns the engine's arithmetic that can keep the optimizer's state in a format; None if there is none."""
     if type(optimizer) in {torch.optim.AdamW, torch.optim.Adam}:
         return "adam"
     if type(optimizer) is torch.optim.SGD and all(group["momentum"] for group in optimizer.param_groups):
@@ -418,7 +419,7 @@ class StateFormats:
             for optimizer in optimizers
         ]
         if not any(has and can for has, can in zip(narrow, capable, strict=True)):
-            # No capable optimizer has 16-bit parameters: `of` raises the error for the first of these optimizers.
+            # No capable optimizer has 16-bit parameters: `of` raises the error about rounding= for the first of them.
             narrow = [True] * len(optimizers)
         return [
             replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
@@ -436,7 +437,7 @@ class StateFormats:
         return self.state == "bf16" and not self.stochastic and type(optimizer) is torch.optim.Muon
 
     def _require_fp32(self, optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None) -> None:
-        """Rejects state="fp32", unless the state would be the same without the option."""
+        """Rejects state="fp32" for optimizers without `engine_kind()`, and for 16-bit parameters without masters."""
         if self.state is None:
             return
         self._require_rule(optimizer)

@@ -1,4 +1,4 @@
-"""Decides which optimizers can stream: a list has torch's tested classes, and any other class is tried out."""
+"""Decides which optimizers are accepted: torch's tested classes are listed, and most other classes are tried out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# `reached_from` skips objects of these types: they lead to the whole interpreter, but to nothing that a step changes.
+# `reached_from` skips objects of these types: classes, modules, code and frames lead to most of the interpreter, and
+# text and numbers refer to no object of the user.
 _SKIPPED = (type, types.ModuleType, types.CodeType, types.FrameType, str, bytes, int, float)
 
 
 def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
-    """Rejects an optimizer that refers to the user's objects other than through its groups and its state.
+    """Rejects an optimizer whose attributes or group options refer to objects that a step of a copy could change.
 
-    A step of a copy would change these objects. This check runs no code of the optimizer.
+    Such objects are its parameters, models, optimizers and random number generators. Also rejects an optimizer whose
+    `param_groups` or `state` is a property. This check runs no code of the optimizer.
     """
     for name in ("param_groups", "state"):
         if hasattr(getattr(type(optimizer), name, None), "__set__"):
-            raise _reach_refused(optimizer, f"its attribute {name!r} belongs to another optimizer")
+            raise _reach_refused(optimizer, f"its attribute {name!r} is a property, perhaps of a wrapped optimizer")
     held = [(f"its attribute {name!r}", value) for name, value in attributes_of(optimizer).items()]
     for group in optimizer.param_groups:
         held += [(f"the option {name!r} of a group", value) for name, value in group.items() if name != "params"]
@@ -45,7 +47,7 @@ def require_self_contained(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _users(optimizer: torch.optim.Optimizer, reached: Any) -> str | None:
-    """Describes an object that belongs to the user, for an error; None for any other object."""
+    """Describes `reached` for an error if it is an optimizer, a model or a random number generator; else None."""
     if reached is optimizer:
         return "the optimizer itself"
     if isinstance(reached, torch.optim.Optimizer):
@@ -69,7 +71,11 @@ def _memory(tensor: torch.Tensor) -> int | None:
 
 
 def reached_from(value: Any) -> Iterator[Any]:
-    """Yields `value` and every object that it refers to, through containers, objects, closures and weak references."""
+    """Yields `value` and the objects that it refers to, through containers, objects, closures and weak references.
+
+    Skips objects of `_SKIPPED` types and the globals of functions. Does not search tensors, optimizers and the globals
+    of modules.
+    """
     seen: set[int] = set()
     # `held` keeps all visited objects alive, so that no new object gets the id of a freed object.
     waiting = [value]
@@ -87,7 +93,7 @@ def reached_from(value: Any) -> Iterator[Any]:
         elif isinstance(value, weakref.ref):
             waiting.append(value())
         elif isinstance(value, dict) and value.get("__name__") in sys.modules:
-            # `value` is the globals of a module.
+            # `value` is the `__dict__` of a module.
             continue
         elif not isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
             waiting += gc.get_referents(value)
@@ -121,17 +127,18 @@ def elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def known(optimizer: torch.optim.Optimizer) -> bool:
-    """True for torch's own classes (exact types), which need no trial."""
+    """True for the listed classes of torch (exact types), which need no trial."""
     return type(optimizer) in _ELEMENTWISE | _WHOLE
 
 
 def require_streamable(
     optimizer: torch.optim.Optimizer, master_dtype: torch.dtype | None = torch.float32
 ) -> tuple[dict[SharedName, Any], RunMode]:
-    """Rejects an optimizer whose updates cannot be exact on streamed state.
+    """Raises ConfigError if the optimizer, or an option or parameter of it, cannot be used on streamed state.
 
-    Returns the shared values that a step changes, and the `RunMode`, as `require_independent` does. The optimizer, its
-    parameters and the random number generators do not change.
+    Returns the shared values that a step changes, and the `RunMode`, as `require_independent` does; for the listed
+    classes of torch, no values and `PLAIN`. The optimizer, its parameters and the random number generators do not
+    change.
     """
     _require_class(optimizer)
     for group in optimizer.param_groups:
@@ -150,8 +157,8 @@ def require_streamable(
             if plain_sgd and parameter.dtype.itemsize == 2 and not _fused_sgd_updates(parameter.dtype):
                 raise ConfigError(
                     f"fused=True is rejected for SGD on parameters of {parameter.dtype}: torch {torch.__version__} "
-                    "leaves most elements unchanged, and reads past the end of the momentum. Use fused=False, keep "
-                    "master_dtype=torch.float32, or install a newer torch"
+                    "does not update all elements. Use fused=False, keep master_dtype=torch.float32, or install "
+                    "another version of torch"
                 )
     if known(optimizer):
         return {}, PLAIN
@@ -170,14 +177,14 @@ def _require_class(optimizer: torch.optim.Optimizer) -> None:
     if any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__):
         raise ConfigError(
             f"{named(optimizer)} of bitsandbytes is rejected: the bits of its updates depend on the processor. Use "
-            'torch.optim.AdamW, Adam, or SGD with momentum, and pass offload(..., state="8bit"), which keeps moments '
-            "in 8 bits, too"
+            "torch.optim.AdamW, Adam, or SGD with momentum; to keep their moments in 8 bits, pass "
+            'offload(..., state="8bit")'
         )
 
 
 @functools.cache
 def _fused_sgd_updates(dtype: torch.dtype) -> bool:
-    """Tries out whether torch's fused SGD updates all elements on the CPU; in torch 2.11 it skips whole vectors."""
+    """True if torch's fused SGD updates all elements of a small tensor on the CPU; torch 2.11 skips whole vectors."""
     values, gradient = torch.zeros(64, dtype=dtype, device="cpu"), torch.ones(64, dtype=dtype, device="cpu")
     torch._fused_sgd_(
         *([values], [gradient], []),

@@ -1,4 +1,4 @@
-"""Rejects tensors whose memory other objects use: after offload() these objects would silently keep old values."""
+"""Finds tensors whose memory other objects use, too: after offload() these objects would silently keep old values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEPTH_MAX = 4
 _PLAIN = str | bytes | int | float | complex | None
 # How errors describe memory that code outside of torch may use: torch cannot count the users of such memory. torch
 # cannot distinguish memory of torch.load() from memory of numpy.
-FOREIGN = "memory that code outside of torch may use, too (numpy, torch.load(), DLPack, other processes)"
+FOREIGN = "memory that code outside of torch may use, too (from numpy, torch.load(), DLPack or another process)"
 
 
 def require_unaliased(
@@ -47,7 +47,8 @@ def require_unaliased(
         what: the words for a tensor in error messages, such as "the weight".
 
     Raises:
-        ConfigError: a tensor shares memory with another object. The message names the tensor and says what to do.
+        ConfigError: a tensor shares memory with another object, or a weight is in memory that code outside of torch may
+            use. The message names the tensor and says what to do.
     """
     counts = _Counts([*named.values(), *known, *_computed_anew(model)])
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
@@ -60,7 +61,7 @@ def require_unaliased(
     foreign = find_foreign(named) if what == _WEIGHT else []
     if foreign:
         raise ConfigError(
-            f"{_listed(what, foreign)} is in {FOREIGN}. That code would keep old values during the run. Copy the "
+            f"{_listed(what, foreign)} is in {FOREIGN}. Such code would keep old values during the run. Copy the "
             "tensor before offload(): p.data = p.data.clone(), or copy.deepcopy(model)"
         )
 
@@ -151,8 +152,8 @@ class _Counts:
     def _is_exported(self, tensor: torch.Tensor) -> bool:
         """True if C++ code, such as a DLPack export, holds the tensor itself.
 
-        DLPack rejects a tensor that requires gradients. Users export the result of `detach()` instead, which is another
-        tensor.
+        Always False for a tensor that requires gradients: DLPack rejects it, so users export the result of `detach()`,
+        which is another tensor.
         """
         return not tensor.requires_grad and _holders(tensor) > self._one + self._views[id(tensor)]
 
@@ -189,7 +190,7 @@ def uses_of_one() -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Returns a tensor's storage; None if the tensor is on meta, is not strided, or has no bytes."""
+    """Returns a tensor's storage; None if the tensor is on meta, is not strided, or has no storage or no bytes."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         if tensor.is_meta or tensor.layout != torch.strided or not torch._C._has_storage(tensor):  # noqa: SLF001
             return None
@@ -209,9 +210,9 @@ def _holders(tensor: torch.Tensor) -> int:
 
 
 def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the `weight` of each module with torch's spectral_norm().
+    """Yields the tensors that torch's spectral_norm() and the older weight_norm() compute anew in each forward.
 
-    This tensor is a view of `weight_orig` until the first forward replaces the tensor.
+    With spectral_norm(), such a tensor shares the memory of `weight_orig` until the first forward replaces the tensor.
     """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Caches units in memory: reads a unit before its use, and evicts other units to make room.
+"""Caches units (parameters that are read together) in memory: reads a unit before its use, and evicts other units.
 
 [Note: living bytes] An eviction drops only the cache's own reference to a slot. If autograd, an update or user code has
 a view of the slot, the slot stays leased until the last view is deleted, and the bytes in the slot stay alive.
@@ -71,8 +71,8 @@ class Order:
             self._recorded.append(index)
         uses = self._uses.get(index)
         if uses:
-            # If this step uses units in another order than the last step, the position jumps to the next expected use
-            # of this unit. If no use of this unit follows, the position jumps to its first expected use.
+            # The position moves behind the next expected use of this unit, even if this step uses units in another
+            # order than the last step. If no use of this unit follows, it moves behind the first expected use.
             self._position = uses[bisect_left(uses, self._position) % len(uses)] + 1
 
     def ahead(self, count: int, beside: Container[int] = ()) -> list[int]:
@@ -120,8 +120,9 @@ def victim_for(
     """Returns the unit to evict for `unit`.
 
     Among the units with slots of the same size, it is the unit whose next expected use is farthest away. Returns None
-    if no unit can be evicted; without `must`, also if every candidate is expected to be used before `unit`. Never
-    returns `current`, the unit of the last `CachedUnits.use`.
+    if no unit can be evicted; without `must`, also if no candidate is expected to be used later than `unit`. With
+    `must`, units that are being read are candidates, too. Never returns `current`, the unit of the last
+    `CachedUnits.use`.
     """
     stay = {Bytes.OFFLOADED} if must else {Bytes.OFFLOADED, Bytes.READING}
     same_size = (other for other in units if other.slot_bytes == unit.slot_bytes and other not in (unit, current))
@@ -148,7 +149,7 @@ def is_leaving(unit: CachedUnit, units: Iterable[CachedUnit]) -> bool:
 
 
 def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
-    """Returns the names of the units whose bytes occupy slots of the size that `unit` needs, for an error message."""
+    """Returns the names of the units whose bytes occupy slots of the size that `unit` needs, for a message."""
     return ", ".join(
         other.name
         for other in units
@@ -162,11 +163,11 @@ def is_useless(unit: CachedUnit, order: Order) -> bool:
 
 
 _log = logging.getLogger("memascend")
-# How long `_room` waits for a lease. While views occupy the slot of an evicted unit, each wait takes
-# `_RELEASE_SECONDS`. Before `_room` takes more memory or raises an error, it waits `_LAST_SECONDS`.
+# How long `_room` waits for a lease at most: `_RELEASE_SECONDS` if views occupy the slot of an evicted unit, and
+# `_LAST_SECONDS` before it takes more memory than planned or raises an error.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
-# How many units beyond the planned lookahead are fetched if a slot is free.
+# How many units beyond the planned lookahead `look_ahead` fetches at most.
 _FARTHER = 3
 
 
@@ -226,7 +227,7 @@ class CachedUnits:
     # --- reading ------------------------------------------------------------------------
 
     def use(self, unit: CachedUnit) -> torch.Tensor:
-        """Returns the bytes of a unit once they have been read; also begins to fetch the next units."""
+        """Returns the bytes of a unit, after a read if they are not in memory; also begins to fetch the next units."""
         with self._lock:
             self.require_open()
             self._current = unit
@@ -264,7 +265,7 @@ class CachedUnits:
         unit.arrive()
 
     def _start(self, unit: CachedUnit, *, must: bool) -> bool:
-        """Takes memory for a unit and begins its read. Without `must`, returns False if no memory is free now."""
+        """Takes memory for a unit and begins its read. Without `must`, returns False if `_room` finds no memory."""
         settle = self._engine.is_behind and self.settling.settles(unit.fetched)
         base = self._room(unit, must=must)
         if base is None:
@@ -281,10 +282,10 @@ class CachedUnits:
         return adopted
 
     def look_ahead(self) -> None:
-        """Begins to fetch the next units into memory that is free now."""
+        """Begins to fetch the next units into slots that are free, or that an eviction frees at once."""
         # Beyond the lookahead, up to `_FARTHER` more units are fetched, but only into free slots or slots of units that
-        # this step no longer needs. For example, only embeddings and LM heads have slots of their size, so these slots
-        # can be filled early, while the drive is idle.
+        # this step no longer needs. For example, often only embeddings and LM heads have slots of their size, so these
+        # slots can be filled early, while the drive is idle.
         near = self._limits.lookahead
         with self._lock:
             if self.closed or len(self._ram_tier) == len(self.all):
@@ -315,7 +316,11 @@ class CachedUnits:
     # --- freeing memory -----------------------------------------------------------------
 
     def _room(self, unit: CachedUnit, *, must: bool) -> torch.Tensor | None:
-        """Returns memory for a unit. Without `must`, returns None if no memory is free now."""
+        """Returns memory for a unit, after evictions if necessary.
+
+        Without `must`, evicts at most one unit, and returns None instead of waiting. With `must`, raises BudgetError if
+        no memory becomes free and the user gave a budget.
+        """
         waited, evicted = 0.0, False
         while True:
             # Count the free slots first: a lease that fails is slower, because it makes an exception and its message.
@@ -326,7 +331,6 @@ class CachedUnits:
                     if waited == _LAST_SECONDS and not self._engine.queued_bytes:
                         self._add_room(unit)
                         continue
-            # For a unit that is only fetched ahead, at most one other unit is evicted.
             way = None if evicted and not must else self._way_to_room(unit, waited, must=must)
             if isinstance(way, CachedUnit):
                 self.evict(way)
@@ -354,9 +358,9 @@ class CachedUnits:
         return _LAST_SECONDS if victim is None and must else victim
 
     def holders_of_room(self, unit: CachedUnit, here: int) -> set[int]:
-        """Returns the threads, except `here`, whose modules occupy all slots that a unit could use.
+        """Returns the threads, except `here`, that have materialized units in the slots that `unit` could use.
 
-        Returns an empty set if the unit needs no slot, or if a slot is free or can be freed.
+        Returns an empty set if `unit` needs no slot or has one already, or if a slot is free or can be freed.
         """
         if unit.in_ram or unit.base is not None or self._arena.free_slots(unit.nbytes):
             return set()
@@ -369,7 +373,7 @@ class CachedUnits:
         """Takes memory for a unit beyond the plan: the plan cannot know how many views user code keeps.
 
         Raises:
-            BudgetError: the user gave a budget. The message names a budget that works.
+            BudgetError: the user gave a budget. The message names a larger budget.
         """
         limits, holders = self._limits, holders_beside(unit, self.all) or "units in use"
         if limits.add is None:
@@ -378,13 +382,14 @@ class CachedUnits:
                 f"no memory for unit {unit.name!r} ({bytes_shown(unit.nbytes)}): all slots of its size are occupied. "
                 "A checkpoint segment of several blocks, another thread, or your code keeps views of "
                 f"{holders}: delete the views, or pass "
-                f'{limits.option}="{size_option(smallest)}", which has a slot for every unit',
+                f'{limits.option}="{size_option(smallest)}", which has memory for more units',
                 smallest=smallest,
             ) from None
         added = limits.add(unit.nbytes)
         _log.warning(
-            "allocated %d bytes more than the planned %s for unit %r: all slots of its size are occupied, because a "
-            "checkpoint segment of several blocks, or your code, keeps views of %s. Delete such views to save memory",
+            "allocated %d bytes more than the planned %s for unit %r: all slots of its size are occupied. A checkpoint "
+            "segment of several blocks, another thread, or your code keeps views of %s. Delete such views to save "
+            "memory",
             added,
             limits.option,
             unit.name,
@@ -400,7 +405,10 @@ class CachedUnits:
     # --- values that change -------------------------------------------------------------
 
     def find_written(self, units: Iterable[CachedUnit]) -> None:
-        """Evicts each unit with a parameter that code wrote to in place, because no commit has the written values."""
+        """Evicts each unit with a parameter that code wrote to in place, because no commit has the written values.
+
+        Also adds such parameters to `written`. In the RAM tier, marks the values of the whole unit as overwritten.
+        """
         with self._lock:
             for unit in units:
                 written = unit.written
@@ -430,7 +438,7 @@ class CachedUnits:
                 self.evict(unit)
 
     def read_again(self) -> None:
-        """Evicts units that no thread uses, after updates were discarded.
+        """Evicts all units outside of the RAM tier that no thread uses, after updates were discarded.
 
         The engine may have rejected an update because the cached values of a unit differed from the last commit. After
         the eviction the next use reads the values again.
@@ -442,14 +450,14 @@ class CachedUnits:
                     unit.forget()
 
     def drop_reads(self) -> None:
-        """Cancels the reads that are under way when a commit begins: they could mix old values with new values."""
+        """Discards the reads that are under way when a commit begins: they could mix old values with new values."""
         with self._lock:
             for unit in self.all:
                 if unit.state is Bytes.READING and not unit.holders:
                     self.evict(unit)
 
     def end_step(self) -> None:
-        """Ends the recorded order of the step, and begins to fetch the first units of the next step."""
+        """Ends the step for `order` and `settling`, and begins to fetch the first units of the next step."""
         with self._lock:
             leaves = self._engine.is_behind
             if leaves or self.settling.was_left:
@@ -460,9 +468,10 @@ class CachedUnits:
     # --- cached values, and the end ------------------------------------------------------
 
     def values_of(self, place: Place) -> torch.Tensor | None:
-        """Returns the cached values of a parameter, as the last commit left them; None if its unit is not cached.
+        """Returns the cached values of a parameter, as the last commit left them, for an update by the engine.
 
-        The tensor is a view: the unit's slot stays leased until the view is deleted.
+        Returns None if the parameter's unit is not cached or is in the RAM tier. The tensor is a view: the unit's slot
+        stays leased until the view is deleted.
         """
         with self._lock:
             unit = self.unit_of[place.name]

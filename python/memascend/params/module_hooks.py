@@ -1,4 +1,4 @@
-"""Hooks modules: materializes their units while they compute, and cleans up after interrupts and failed backwards.
+"""Hooks modules: loads their parameters before they compute, and cleans up after interrupts and failed backwards.
 
 [Note: failed backwards] Autograd keeps the unfinished work of a failed backward in a queue of the thread that ran the
 backward. The process crashes if tensors in that queue are freed after Python has shut down. `drain_autograd_queue`
@@ -64,7 +64,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 note_thread = _thread.watch
-# True once the exit handler has begun: a thread that ends later must not call torch.
+# True once the exit handler has begun: then no thread gets an `_End`, whose deletion could call torch too late.
 _exiting = False
 
 
@@ -103,8 +103,8 @@ class HookState:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "an offloaded model cannot be copied or pickled, because its values are on storage: copy or "
-            "pickle the model within memascend.materialized(model), or save model.state_dict()"
+            "an offloaded model cannot be pickled with its hooks, because its values are on storage: pickle "
+            "copy.deepcopy(model), pickle the model within memascend.materialized(model), or save model.state_dict()"
         )
 
 
@@ -114,7 +114,7 @@ class _Frame:
     __slots__ = ("_pushed", "_task", "_units", "caller", "module")
 
     def __init__(self, module: torch.nn.Module, caller: FrameType | None) -> None:
-        """`caller`: the Python frame that called the outermost module of the thread; None for inner modules."""
+        """`caller`: torch's Python frame that runs the thread's outermost module; None for inner modules."""
         self.module = module
         self.caller = caller
         self._units: list[CachedUnit] = []
@@ -351,7 +351,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, result: Any) -> None:
-    """Forward hook, called also after an exception: leaves the module if `_before` entered it."""
+    """Forward hook, also called after an exception: leaves the module if `_before` entered it."""
     del args
     state: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if state is not None and state.open > 0:
@@ -395,8 +395,8 @@ def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
     """Rejects an offloaded parameter that code registers in another place, as pruning, parametrizing and tying do.
 
-    Also rejects a plain parameter that code registers under the name of a deleted offloaded parameter, as the older
-    `weight_norm` does.
+    Also rejects any plain parameter that code registers in a module while an offloaded parameter of the module is
+    deleted, as the older `weight_norm` does.
     """
     if parameter is None:
         return
@@ -405,7 +405,7 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
     gone = {} if state is None else {of: one for where, of, one in state.owned if where is table and of not in table}
     place: Any = parameter.__dict__.get("_memascend")
     if place is None:
-        # A plain parameter may replace an offloaded parameter. Within materialized() this is allowed: there no
+        # A plain parameter may replace a deleted offloaded parameter. Within materialized() this is allowed: there no
         # parameter has the attribute `_memascend`.
         place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
         if place is None:
@@ -429,9 +429,10 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
 
 
 def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Rejects a wrapper for several devices around an offloaded module: other processes could call the module.
+    """Rejects a wrapper for several devices around an offloaded module.
 
-    Also rejects a module with hooks that fuse_modules() moved there from an offloaded module.
+    Also rejects a module with hooks that fuse_modules() moved there from an offloaded module, and installs these hooks
+    on the offloaded modules in `wrapper` again.
     """
     if module is None:
         return
@@ -453,7 +454,7 @@ def refuse_wrapper(wrapper: torch.nn.Module, name: str, module: torch.nn.Module 
 
 
 def _caller() -> FrameType | None:
-    """Returns the Python frame that called the module."""
+    """Returns torch's Python frame that runs the module and its hooks; the frame ends with the call of the module."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None and (frame.f_code.co_filename == __file__ or "torch/_dynamo" in frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Turns a parameter into a placeholder. Operations on a placeholder read values from storage, or raise an error."""
+"""Turns a parameter into a placeholder. Operations that need its values read them from storage, or raise an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _metadata() -> frozenset[Any]:
-    """Returns the attributes and functions of torch that read a tensor's metadata, but not its values."""
+    """Returns the attributes and functions of torch that use a tensor's metadata, but not its values."""
     attributes = (
         "shape", "dtype", "device", "layout", "ndim", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_cpu",
         "is_cuda", "is_xpu", "is_mps", "is_mkldnn", "is_nested", "is_leaf", "requires_grad", "grad", "grad_fn",
@@ -49,10 +49,10 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found)
 
 
-# The attributes and functions that placeholders answer without reading values.
+# The attributes and functions that work on placeholders without values.
 METADATA = _metadata()
 # The end of each error that rejects access to an offloaded parameter's memory.
-_HOW = f"use memascend.materialized(model) to read it; {DOORS}"
+_HOW = f"outside of the model's forward and backward, use memascend.materialized(model) to read them; {DOORS}"
 # Methods that return a parameter's memory, or write to the memory, without increasing the parameter's `_version`. While
 # a module computes, its parameters have their plain class. `session.process_hooks` replaces these methods of the plain
 # class by methods that use a copy of the values.
@@ -102,8 +102,7 @@ class Placeholder:
             memo[id(self)] = place.source.copies.duplicate(place)
         return memo[id(self)]
 
-    # The following methods need no values. They override the methods of torch, so that `__torch_function__` is not
-    # called.
+    # The following methods override the methods of torch, so that `__torch_function__` is not called.
 
     def set_(self, *_: Any, **__: Any) -> Any:
         """Raises UsageError: only `Place` gives a parameter other memory."""
@@ -176,10 +175,11 @@ def refused_write(name: str, how: str) -> UsageError:
 
 
 def _apply(func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls `func`, whose arguments contain placeholders.
+    """Calls `func`, whose arguments contain placeholders; raises UsageError if `func` writes to one of them.
 
-    Inside a forward or a backward, `func` computes with the values in the arena. Elsewhere `_borrow` calls `func` on
-    the values in the arena, if the result shares no memory with the arena. Otherwise `func` gets copies of the values.
+    Inside a forward or a backward, `func` computes with the units' bytes in memory, and functions that return a
+    parameter's memory raise UsageError. Elsewhere, this function returns the result of `_borrow`, if there is one.
+    Otherwise `func` gets copies of the values.
     """
     source = places[0].source
     written = _written(func, args, kwargs)
@@ -211,9 +211,10 @@ _NOTHING = object()
 def _borrow(
     func: Callable[..., Any], places: list[Place], args: tuple[Any, ...], kwargs: dict[str, Any], *, tracked: bool
 ) -> Any:
-    """Returns the result of `func` on values in the arena.
+    """Returns the result of `func` on the units' bytes in memory.
 
-    Returns `_NOTHING` if the values do not fit into the arena together, or if the result shares memory with the values.
+    Returns `_NOTHING` if the units do not fit into the arena together, or if the result shares memory with the units.
+    Raises UsageError if `func` wrote to a parameter. `tracked` is True if the result may have a graph.
     """
     source = places[0].source
     if not source.fits(places):
@@ -224,8 +225,8 @@ def _borrow(
         own = {id(place.parameter) for place in places}
         given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and id(leaf) not in own]
         if any(source.hooks.note_of(tensor) is not None for tensor in given):
-            # On a device, a result with a graph may share the arena's memory: the device has no room for a copy of the
-            # values.
+            # On a device, a result with a graph may share the units' memory: the device may have no room for a copy of
+            # the values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
     # `func` may have written in place although `_written` did not expect a write: relu(inplace=True) does so.
     # `find_written` has then evicted the bytes, and the error below names the parameter.
@@ -351,8 +352,8 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
         # `to()` returns a copy of the values. If `module.to()` assigns this copy to `.data`, `_data_set` rejects it.
         return _apply(func, [place], (tensor, *args), kwargs)
     raise UsageError(
-        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: pass device= to "
-        "offload(), or move a copy of the parameter, p.clone()"
+        f"the values of {place.name!r} are on storage and cannot be moved to {asked.device} here: move a copy of "
+        "the parameter, p.clone(), or, to compute on another device, pass device= to offload()"
     )
 
 
@@ -423,7 +424,7 @@ class Place:
     dtype: torch.dtype = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     kind: type[torch.nn.Parameter] = field(init=False)
-    # Class and data of the parameter while it is offloaded; `nothing` has no memory.
+    # Class and data of the parameter while it is offloaded; `nothing` has memory for one element at most.
     placeholder: type = field(init=False)
     nothing: torch.Tensor = field(init=False)
     # The parameter's `_version` after the last known write to the parameter; a higher `_version` means that code has
@@ -477,7 +478,7 @@ class Place:
             self.known_version = self.parameter._version  # noqa: SLF001
 
     def release(self, values: torch.Tensor) -> None:
-        """Makes the parameter a plain parameter, without a `_memascend` attribute, until `offload` is called again."""
+        """Makes the parameter a plain parameter on `values`, without `_memascend`, until `offload` is called again."""
         self.materialize(values)
         self.parameter.__dict__.pop("_memascend", None)
         self.unswapped = None
@@ -494,7 +495,10 @@ class Place:
 
 @functools.lru_cache(maxsize=_KINDS_MAX)
 def _nothing(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor without memory; parameters of the same shape, strides, dtype and device share it."""
+    """Returns a tensor with memory for one element at most.
+
+    Parameters of the same shape, strides, dtype and device share this tensor.
+    """
     with torch.inference_mode(mode=False):
         nothing = torch.empty((), dtype=dtype, device=device).expand(shape)
         # The stride of a dimension of length 1 does not matter.

@@ -1,4 +1,4 @@
-"""Materializes the parameters of units for modules, operations and backwards, and offloads them afterwards."""
+"""Loads the values of parameters for modules, operations and backwards, and offloads the parameters afterwards."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Residency:
         turns: decides which threads may use parameters, and when one thread may change them.
         hooks: the hooks on tensors that autograd saves.
         copies: the copies of weights that user code was given.
-        stages: while `accumulate()` computes, the object that is notified before each use of a unit; None at other
-            times.
+        stages: while `accumulate()` records the uses of units or computes by layer, the object that is notified before
+            each use of a unit; None at other times.
         session: the session of the run; set by `serve`.
     """
 
@@ -66,7 +66,7 @@ class Residency:
         self.hooks = SavedTensorHooks(self, keeper)
         self.copies = WeightCopies(self)
         self.stages: Recorder | PartialSums | None = None
-        # The function that takes a parameter's new values while a state dict is loaded; None at other times.
+        # The function that takes a parameter's new values while a state dict is being loaded; None at other times.
         self._load: Callable[[Place, torch.Tensor], None] | None = None
 
     def followed_by(self, stages: Recorder | PartialSums) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class Residency:
 
     @property
     def is_loading(self) -> bool:
-        """True while a state dict is loaded."""
+        """True while a state dict is being loaded."""
         return self._load is not None
 
     def loaded(self, place: Place, values: torch.Tensor) -> bool:
@@ -182,7 +182,7 @@ class Residency:
             self.offload(unit)
 
     def require_idle(self, call: str) -> None:
-        """Raises UsageError if any thread uses a unit; `call` is the name of the calling function, for the message."""
+        """Raises UsageError if any thread uses a unit; in the message, `call` stands for the call that is rejected."""
         with self.lock:
             used = next((unit.name for unit in self.units.all if unit.holders), None)
         if used is not None:
@@ -202,7 +202,7 @@ class Residency:
         """Returns the bytes of a unit; reads them first if they are not cached.
 
         Raises:
-            UsageError: the unit's values have changed since `version`.
+            UsageError: the unit's values have changed since `version`, or the run has been closed.
         """
         if self.stages is not None:
             self.stages.arrive((unit,))

@@ -1,4 +1,4 @@
-"""Packs the tensors that autograd saves. Instead of a tensor in a unit, autograd gets a `Note`.
+"""Packs the tensors that autograd saves: for a weight, autograd saves a `Note` of where to read the weight again.
 
 [Note: saved tensors] A saved weight must not keep its unit's memory. So autograd saves a `Note` (unit, version, offset)
 instead of the tensor, and unpacking the note reads the unit again. A tensor outside of units is passed to `Activations`
@@ -69,7 +69,10 @@ class SavedTensorHooks:
         return tensor
 
     def push(self) -> bool:
-        """Pushes the hooks and returns True; returns False if these hooks are already on top."""
+        """Pushes the hooks, which also call hooks of other code that are on top, and returns True.
+
+        Returns False if the hooks of this run are already on top.
+        """
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001
         if top is None:
             torch._C._autograd._push_saved_tensors_default_hooks(*self._pair)  # noqa: SLF001

@@ -29,9 +29,9 @@ class Settling:
     reads state and gradient and computes the values, but writes nothing. The second fetch computes the update again and
     writes it. This way is faster if compute limits the step.
 
-    Both ways give the same bits. The first steps alternate between the ways. Then the faster way is used until the time
-    of a step changes, for example after a change of the batch size. The ways are compared by their median times,
-    because the measured time of a single step may include other work, such as an evaluation.
+    Both ways give the same bits. The first steps alternate between the ways. Then the faster way is used for `_AGAIN`
+    steps, or until the time of a step changes, for example after a change of the batch size. The ways are compared by
+    their median times, because the measured time of a single step may include other work, such as an evaluation.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Lets a thread change parameters only while no other thread uses parameters; rejects forks of the process."""
+"""Makes other threads wait while one thread changes parameters; rejects the use of a model in a forked process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-# Top-level packages whose threads never use a model's parameters: progress bars, loaders, debuggers.
+# Top-level packages whose threads are assumed not to use a model's parameters on their own: data loaders, progress
+# bars, notebooks, test runners.
 _HELPERS = ("torch", "tqdm", "multiprocessing", "ipykernel", "execnet", "memascend")
 
 
@@ -110,7 +111,7 @@ class OwnProcess:
 class ProcessLock(type(threading.RLock())):  # type: ignore[misc]
     """A reentrant lock that raises UsageError in a fork, where the thread that holds the lock may not exist.
 
-    Each step takes the lock some fifty times, so outside of forks it is a plain lock that runs no Python code.
+    Each step takes the lock many times, so outside of forks it is a plain lock that runs no Python code.
     """
 
     def __init__(self) -> None:
@@ -145,15 +146,15 @@ class Turns:
 
     def __init__(self, lock: ProcessLock) -> None:
         self.lock = lock
-        # Threads wait on this condition until a field below changes.
+        # Threads wait on this condition for a change of a field below, or for the release of a unit.
         self._turn = threading.Condition(lock)
-        # `_changer` is the thread in `alone`. `_changing` is True once the operations of all other threads have ended,
-        # so that `_changer` may change values.
+        # `_changer` is the thread in `alone`. `_changing` is True once `_changer` may change values: the operations of
+        # all other threads have ended, or `_TOUCH_SECONDS` have passed.
         self._changer: int | None = None
         self._changing = False
         # The threads that run an operation in `touching`.
         self._touching: set[int] = set()
-        # True once a second thread used parameters: then each thread must materialize units for itself.
+        # True once a second thread has used parameters: then each thread must materialize units for itself.
         self.several = False
         # The first thread that used parameters.
         self._first: int | None = None
@@ -182,7 +183,7 @@ class Turns:
     def wait_to_materialize(self, holders: Callable[[], set[int]]) -> None:
         """Calls `wait_to_read`, and then waits until no other thread changes values.
 
-        The caller must have the lock.
+        The caller must hold the lock.
         """
         self.note_thread()
         self.wait_to_read(holders)
@@ -190,10 +191,10 @@ class Turns:
             self._turn.wait_for(lambda: not self._changing)
 
     def wait_to_read(self, holders: Callable[[], set[int]]) -> None:
-        """Waits until the threads that `holders` returns release their memory. The caller must have the lock.
+        """Waits until the threads that `holders` returns release their memory. The caller must hold the lock.
 
-        Does not wait for a thread that also waits in this method. Returns after `_TOUCH_SECONDS` at the latest. The
-        caller then evicts a unit, takes more memory, or raises an error.
+        Returns at once unless `several` is set. Does not wait for a thread that also waits in this method. Returns
+        after `_TOUCH_SECONDS` at the latest. The caller then evicts a unit, takes more memory, or raises an error.
         """
         here, deadline = current(), time.monotonic() + _TOUCH_SECONDS
         while self.several and holders() - self._waiting and time.monotonic() < deadline:
@@ -206,7 +207,7 @@ class Turns:
                 self._waiting.discard(here)
 
     def note_release(self) -> None:
-        """Notifies waiting threads that a unit was released. The caller must have the lock."""
+        """Notifies waiting threads that a unit was released. The caller must hold the lock."""
         if self.several:
             self._turn.notify_all()
 
@@ -237,7 +238,7 @@ class Turns:
     def alone(self) -> Iterator[None]:
         """Context manager in which only this thread may materialize units.
 
-        First waits until the operations of other threads have ended.
+        First waits until the operations of other threads have ended, but not longer than `_TOUCH_SECONDS`.
         """
         here = current()
         with self.lock:

@@ -1,8 +1,8 @@
-"""Tracks the state of one unit: its parameters, its bytes, and the threads that have materialized it.
+"""Tracks one unit (parameters that are read together): where its bytes are, and which threads have materialized it.
 
-[Note: interrupts] Ctrl-C may raise between any two lines. So each method of `CachedUnit` changes `state` last: an
-interrupted change leaves the old state, and the next use of the unit makes the change again. `holders` is changed
-before parameters are materialized, and after they are offloaded, so that a cleanup finds every thread that may have
+[Note: interrupts] Ctrl-C may raise between any two lines. So a method of `CachedUnit` that changes `state` changes it
+last: an interrupted change leaves the old state, and the change can be made again. `holders` is changed before
+parameters are materialized, and after they are offloaded, so that a cleanup finds every thread that may have
 materialized a unit.
 """
 
@@ -30,7 +30,8 @@ NOBODY = 0
 class Bytes(Enum):
     """Where the bytes of a unit are."""
 
-    # The bytes are on storage. Views may keep the last bytes in memory, too; `CachedUnit.adopt` finds them.
+    # The bytes are on storage, or in the RAM tier before `CachedUnit.stand`. Views may keep the last bytes in memory,
+    # too; `CachedUnit.adopt` finds them.
     OFFLOADED = auto()
     # A read fills a slot of the arena with the bytes.
     READING = auto()
@@ -72,7 +73,7 @@ class CachedUnit:
     in_ram: bool = False
     places: Sequence[Place] = ()  # the unit's parameters
     state: Bytes = Bytes.OFFLOADED
-    # The bytes in memory; None while the bytes are on storage or are being read.
+    # The bytes in memory; None in the states OFFLOADED and READING.
     base: torch.Tensor | None = None
     # The read that is under way, and the memory that it fills; None in states other than READING.
     read: Fetch | Staged | None = None
@@ -167,13 +168,16 @@ class CachedUnit:
         self.trained = True
 
     def forget(self) -> None:
-        """Releases bytes that were not committed, so that `adopt` does not use them."""
+        """Releases bytes that may differ from the last commit, so that `adopt` does not use them."""
         self.leave()
         self.weak = None
 
     @property
     def written(self) -> list[str]:
-        """The names of parameters that code wrote to in place, or through a view, since their data was last set."""
+        """The names of parameters that code wrote to in place, or through a view, since the last `note_written`.
+
+        Setting a parameter's data also counts as `note_written` for this parameter.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             return [
                 place.name
@@ -237,7 +241,7 @@ class Limits:
     lookahead: int  # how many units are fetched ahead of the unit in use
     slots: dict[int, int]  # the number of slots of each size in the arena, {bytes: count}
     option: str  # the user's option for the budget, "host_memory" or "device_memory"
-    larger: Callable[[int], int]  # returns a budget that suffices, given the bytes of a unit that found no memory
+    larger: Callable[[int], int]  # returns a larger budget, given the bytes of a unit that found no memory
     # Takes memory for one more unit, given the size of the unit in bytes, and returns the number of bytes taken. `add`
     # is None if the user gave a budget.
     add: Callable[[int], int] | None

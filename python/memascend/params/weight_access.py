@@ -1,8 +1,8 @@
 """Gives user code copies of weights, and rejects writes to the copies.
 
 [Note: places of a weight] Only the values of the last commit are valid for a weight. Their bytes can be in the places
-of this table. A door is a block in which user code may change weights: only at the end of a door are values of user
-code written to the store.
+of this table. User code can change weights only through a door: `edit()`, `load_state_dict()` or
+`materialized(modify=True)`. A door commits the new values at its end.
 
 | place | memory | may be written by | ends with |
 |---|---|---|---|
@@ -12,13 +12,13 @@ code written to the store.
 | `Bytes.IN_PLACE` | the RAM tier | the engine at a commit; no other code: `_version` shows a write | `close()` |
 | `TrackedCopy`, a view (`.data`, `detach()`) | a file | no code: a checksum shows a write | release, before a commit |
 | `TrackedCopy`, a snapshot (`state_dict()`) | a file | no code: a checksum shows a write | release |
-| a door: `materialized()`, `edit()` | a file | user code | the end of the block, which commits changes |
+| inside `materialized()`, `edit()` | a file | user code | the end of the block; a door commits changes |
 | a deep copy of the model | a file | user code: the copy belongs to another model | release |
 
 A copy that is made inside a forward or a backward is a snapshot, too.
 
 This module creates the files of copies, and keeps track of the copies. `unit` and `cached_units` handle bytes in units;
-`session.value_edits` and `session.materialize` are the doors.
+`session.value_edits` and `session.materialize` implement the doors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # --- copies in files ---------------------------------------------------------------------
 
-# The largest number of bytes that one write to a file has.
+# The largest number of bytes in one write to the file of a copy.
 _WRITE_BYTES = 8 << 20
 
 
@@ -65,8 +65,8 @@ def filed_copy(place: Place, values: torch.Tensor, folder: Path | None) -> torch
     """
     if folder is None:
         raise ConfigError(
-            "the storage is a raw device, which cannot hold copies of the weights: pass offload(scratch=) a folder for "
-            "these copies"
+            "the storage is a raw device, which cannot hold copies of the weights: pass a folder for these copies as "
+            "offload(scratch=)"
         )
     nbytes = place.nothing.nbytes
     if nbytes == 0:
@@ -177,7 +177,7 @@ class WeightCopies:
         # Copies of the present values, which `of` returns again; the key is the weight's name and the purpose of the
         # copy.
         self._now: dict[tuple[str, For], TrackedCopy] = {}
-        # Copies of earlier values that user code still has.
+        # Copies that `of` no longer returns, and memory that parameters had inside a door, if user code still has them.
         self._older: list[TrackedCopy] = []
         # Memory with the weights of a forward. Other code still used this memory when a commit changed the weights.
         self._stale: list[_Stale] = []
@@ -192,10 +192,13 @@ class WeightCopies:
     # --- making copies --------------------------------------------------------------------
 
     def of(self, place: Place) -> torch.Tensor:
-        """Returns a copy of a weight for user code; repeated calls return the same memory until the weight changes.
+        """Returns a copy of a weight for user code.
+
+        Repeated calls for the same purpose return the same memory until the weight changes.
 
         Raises:
-            UsageError: code wrote to an earlier copy.
+            UsageError: code wrote to an earlier copy, or the run was closed.
+            ConfigError, StorageError: `filed_copy` cannot make the copy.
         """
         residency = self._residency
         of: For = "state dict" if state_dicts.being_made else "inside" if self.computes else "view"
@@ -275,7 +278,10 @@ class WeightCopies:
             self._look(list(self._now), older=True)
 
     def forward_begins(self) -> None:
-        """Rejects writes to copies of the present values; does nothing in a forward that a backward recomputes."""
+        """Rejects writes to copies of the present values, and stale views in modules (`require_followed`).
+
+        Does nothing in a forward that a backward recomputes.
+        """
         if (self._now or self._stale) and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
             self.require_followed()
             with self._residency.lock:
@@ -284,8 +290,8 @@ class WeightCopies:
     def _look(self, keys: Iterable[tuple[str, For]], *, older: bool = False, but: Place | None = None) -> None:
         """Compares the copies of `keys` with their checksums; drops copies that user code has released or written to.
 
-        `older`: also compares copies of earlier values. `but` is the weight that is about to be read: its unwritten
-        copies are not dropped. Copies of other weights are not compared if user code still has these copies.
+        `older`: also compares the copies in `_older`. `but`: the weight that is about to be read. Its unwritten copies
+        are not dropped, and copies of other weights are compared only if user code has released them.
 
         Raises:
             UsageError: code wrote to a copy.
@@ -341,7 +347,7 @@ class WeightCopies:
             raise UsageError(
                 f"{', '.join(sorted(held))} is about to change, but your code holds a view of it (.data, "
                 "detach(), a slice, numpy(), or a graph that saved such a view), and the view would keep the old "
-                "values. Delete the view before step(), or keep a copy instead: p.detach().clone()"
+                "values. Delete the view and try again, or keep a copy instead: p.detach().clone()"
             )
 
     def _views_of(self, names: Collection[str]) -> set[str]:
@@ -381,7 +387,10 @@ class WeightCopies:
     # --- commits and the end --------------------------------------------------------------
 
     def age(self, names: Collection[str]) -> None:
-        """Makes `of` return new copies of the weights `names`, which a commit has changed."""
+        """Makes `of` return new copies of the weights `names`, which a commit has changed.
+
+        Also notes memory with the old values that other code still uses, for `require_followed`.
+        """
         units = self._residency.units
         with self._residency.lock:
             for key in [key for key in self._now if key[0] in names]:

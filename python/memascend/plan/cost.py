@@ -27,8 +27,9 @@ class Network:
     # forward to the backward.
     backward: int
     gradients: int  # bytes of the received shards of gradients
-    # The largest number of bytes that gathered parameters and their gradients take in torch's memory: the sum of the
-    # parameters outside of blocks, the values of two blocks, the gradients of one block, and the received shards.
+    # An estimate of the most bytes that gathered parameters and their gradients take in torch's memory: the values of
+    # two blocks and of all parameters outside of blocks, the gradients of one gather (a block, or all parameters
+    # outside of blocks), and the shards of these gradients that the rank receives.
     gathered: int
 
     @property
@@ -63,16 +64,16 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The seconds of the model's computation, and the bytes of the model's checkpointed activations."""
+    """The seconds of the model's computation and network traffic, and the bytes of its checkpointed activations."""
 
     forward: float  # seconds of one forward
-    backward: float  # seconds of one backward, with activation checkpointing
+    backward: float  # seconds of one backward, including activations that it computes again
     backwards: int = 1  # the number of backwards in a step
-    # True if each unit computes all micro-batches before the next unit begins. A step then reads values only once, and
-    # writes gradients only once.
+    # True if each unit computes all micro-batches before the next unit begins. A step then reads the values once for
+    # all forwards and once for all backwards, and writes gradients only once.
     by_layer: bool = False
-    # The seconds that the network takes in a forward, and in a backward. None: one rank holds the whole model, so
-    # nothing is sent.
+    # The seconds that the network takes in a forward, and in a backward. None: one rank has the whole model, or the
+    # network's speed is unknown.
     exchanged: tuple[float, float] | None = None
     # Bytes of checkpointed activations that go from the device to the host in the forwards of a step. The same number
     # of bytes returns in the backwards.
@@ -98,13 +99,16 @@ class Host:
 # The default seconds of one thread for the AdamW update of one element, and for the checksum of one byte. In training
 # on a server processor of 2023, update and checksums together took 1.9 ns for each element.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-# The default number of threads that update the RAM tier. The update moves 26 bytes for each parameter. More threads
-# would not help, because a desktop's memory would be too slow for them.
+# The default number of threads that update the RAM tier. The update moves 26 bytes for each element. More threads would
+# not help, because a desktop's memory would be too slow for them.
 _IN_RAM_THREADS = 4
 
 
 def assumed_host(link: float | None, *, shared: bool = False) -> Host:
-    """Returns a host with default speeds. `shared` is True if the model computes on all processors of the host."""
+    """Returns a host with default speeds. `shared` is True if the model computes on all processors of the host.
+
+    `update` of the returned host is the seconds of one element: replace it by the result of `update_seconds`.
+    """
     return Host(
         update=_UPDATE_SECONDS,
         check=_CHECK_SECONDS,
@@ -116,11 +120,11 @@ def assumed_host(link: float | None, *, shared: bool = False) -> Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase of a step. The parts of a phase run at the same time, so the longest part determines the seconds."""
+    """A phase of a step. The parts of a phase run at the same time, except a tail in which only an update runs."""
 
     name: str  # what runs in the phase, for example "backward and update"
     parts: Mapping[str, float]  # the seconds of each part: compute, PCIe, disk, update, network
-    tail: float = 0.0  # the seconds of reading, updating and writing one unit while nothing else can run
+    tail: float = 0.0  # the seconds in which only one unit's update, with its reads and writes, can run
 
     @property
     def seconds(self) -> float:
@@ -141,7 +145,8 @@ class Phase:
 def ways(plan: Plan, work: Work, drive: Drive, host: Host) -> dict[Way, list[Phase]]:
     """Returns the phases of one step, in order, for each way in which the step's updates may run.
 
-    A run uses the fastest way. The way "early" is valid only if no gradient is clipped or changed.
+    A run measures which of "next forward" and "next backward" is faster. "early" is valid only if no gradient is
+    clipped or changed.
     """
     if plan.gradients not in ("ssd", "ram"):
         return {"fused": _Step(plan, work, drive, host, "fused").fused()}
@@ -188,8 +193,9 @@ class _Step:
         elif plan.ram_tier_part and not moved.written.get("log", 0):
             late = int(self._written * plan.ram_tier_part)
         self._written -= late
-        # step() writes the `late` bytes. With a gradient log, these bytes are gradients for the log, and are written
-        # before the commit. Without a log, these bytes are records of the RAM tier, and are written after the commit.
+        # step() writes the `late` bytes. With a gradient log, these bytes are gradients for the log and records that
+        # are written whole, all before the commit; `late` is then 0 unless updates are deferred. Without a log, these
+        # bytes are records of the RAM tier, and are written after the commit.
         self._log, self._through = (late, 0) if moved.written.get("log", 0) else (0, late)
 
     def fused(self) -> list[Phase]:
@@ -232,7 +238,10 @@ class _Step:
         return [*parts, *self._at_step()]
 
     def early(self) -> list[Phase]:
-        """Returns the phases if each update runs as soon as its gradient is complete. Gradients are stored, too."""
+        """Returns the phases if each update runs as soon as its gradient is complete.
+
+        The backward also writes each gradient to storage.
+        """
         last, others = self._divided
         parts = [self._forward("forward")]
         if others:
@@ -244,7 +253,10 @@ class _Step:
 
     @property
     def _rounds(self) -> int:
-        """How often a step reads all units: once if it computes by layer, else once for each micro-batch."""
+        """How often the forwards of a step read all units, and how often the backwards do.
+
+        Both do so once if the step computes by layer, else once for each micro-batch.
+        """
         return 1 if self._work.by_layer else self._work.backwards
 
     @property
@@ -258,7 +270,7 @@ class _Step:
 
         `count` is the number of these backwards. If `count` is None, the phase has all backwards of a step. `added` is
         the number of backwards that read stored gradients and add to them. If `added` is None, all backwards except the
-        first do this.
+        first do this, and none if the step computes by layer.
         """
         rounds = self._rounds if count is None else count
         added = rounds - 1 if added is None else added
@@ -317,7 +329,10 @@ class _Step:
         return streams[0] / sum(streams) if any(streams) else 0.0
 
     def _at_step(self) -> list[Phase]:
-        """Returns the phases of step(): writing the gradient log, then (after the commit) updating the RAM tier."""
+        """Returns the phases of step() for the RAM tier; none if no record is in RAM.
+
+        The phases are: writing the gradient log, if there is one; then, after the commit, updating the RAM tier.
+        """
         plan, host = self._plan, self._host
         if not plan.ram_tier_part:
             return []
@@ -378,7 +393,10 @@ def update_seconds(plan: Plan, a_parameter: float) -> float:
 
 
 def drive_days(written: int, step_seconds: float, endurance: float) -> float | None:
-    """Returns the days of training after which `endurance` bytes are written; None if a step writes nothing."""
+    """Returns the days of training after which `endurance` bytes are written, if each step writes `written` bytes.
+
+    Returns None if a step writes nothing, or takes 0 seconds.
+    """
     if not written or not step_seconds:
         return None
     return endurance / written * step_seconds / _DAY_SECONDS

@@ -1,4 +1,4 @@
-"""Decides the store's layout and the memory plan of a run, from facts about the model and optimizer. Needs no torch."""
+"""Computes the sizes of a run's store and its memory plan, from facts about model and optimizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 UNIT_CHUNKS = {4 << 20: 4}
 # Windows of host memory, {bytes: count}, through which gradients come from a device. The engine reads one window while
 # the other window is filled. Each filled window needs a call of Python. A model with 7 B parameters has 14 GB of
-# gradients in a step, and so 3,400 calls, or 13,600 calls with windows of 1 MiB. A larger window would delay the first
-# chunk of each gradient.
+# gradients in a step, and so about 3,400 calls, or 13,600 calls with windows of 1 MiB. A larger window would delay the
+# first chunk of each gradient.
 GRADIENT_WINDOWS = {4 << 20: 2}
 # Chunks, {bytes: count}, through which checkpointed activations go to storage. Each chunk is one request to a drive.
-# Eight chunks keep the drive busy (docs/measurements.md).
+# Eight chunks keep the drive busy.
 ACTIVATION_CHUNKS = {1 << 20: 8}
 # activations="host" allocates further chunks in groups of 64. Without a given budget it allocates at most 16 groups,
 # which are 1 GiB.
@@ -55,9 +55,9 @@ def nearest(place: Path) -> Path:
 
 
 def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
-    """Returns the bytes of storage that remain free beside a store of `total_bytes`; None if unknown.
+    """Returns the bytes of storage that remain free beside a store of `total_bytes`; None if that is unknown.
 
-    The files of the store may exist already.
+    `paths` are the paths of the store, which may exist already; None: the store is a temporary file.
     """
     try:
         places = [file_of(path) for path in paths or (tempfile.gettempdir(),)]
@@ -70,7 +70,7 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
                 continue
             # Several files of the store on one file system share its free space.
             free = shutil.disk_usage(nearest(place)).free // systems.count(system)
-            # The bytes of an existing file of the store count as free, since the new store replaces this file.
+            # The bytes of an existing file of the store count as free, since the run replaces or continues this file.
             there = (file.stat().st_size for file in (place, pending_file(place)) if file.is_file())
             rooms.append(free + next(there, 0))
     except OSError:
@@ -79,7 +79,10 @@ def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
 
 
 def folders_of(options: Options) -> list[Path]:
-    """Returns the folders for temporary files: `scratch=`, or the folders of the store's files."""
+    """Returns the folders for temporary files: `scratch=`, or the folders of the store's files.
+
+    Returns no folder if there is no `scratch=`, and the store is temporary or only on raw devices.
+    """
     if options.scratch is not None:
         return [Path(expanded(options.scratch))]
     files = [path for path in options.paths or () if not Path(path).is_block_device()]
@@ -100,7 +103,7 @@ class Facts:
     staged: bool  # True if a device computes; units then reach the device through chunks of host memory
     unplaced: bool = False  # True if the store has no path yet, so that the free space is unknown
     streamed: Collection[str] = field(default_factory=frozenset)  # trained parameters that are never kept in RAM
-    # `Requirements` describes the following fields.
+    # `Requirements` describes the following fields. Here `whole_bytes` has only the bytes for whole parameters.
     whole_bytes: int = 0
     whole_next_bytes: int = 0
     update_values: Literal["resident", "read", "never"] = "resident"
@@ -108,12 +111,13 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The layout of a run's store, and the plan of its memory."""
+    """The records and sizes of a run's store, and the plan of the run's memory."""
 
     records: list[Record]  # the records of the store
     sizes: engines.Sizes  # the sizes of the store and its parts
     plan: Plan  # the memory plan
-    network: Network | None = None  # the planned network traffic of this rank; None: a single rank
+    # The network traffic of one rank, if `session.decide.planned` plans several ranks; else None.
+    network: Network | None = None
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,8 @@ def decided(facts: Facts) -> Decision:
     empty = next((unit for unit in facts.units if sizes.unit_bytes[unit.name] == 0), None)
     if empty is not None:
         raise ConfigError(
-            f"{', '.join(empty.parameters)} has no elements, and its module has no other parameters: remove this "
-            "parameter from the model, or move it into a module that has other parameters"
+            f"these parameters have no elements, and share no module with others: {', '.join(empty.parameters)}. "
+            "Remove them from the model, or move them into a module that has other parameters"
         )
     plan = _planned(facts, _requirements(facts, sizes))
     if options.log_steps is not None and plan.log_steps < plan.log_wanted:

@@ -10,9 +10,9 @@ from pathlib import Path
 from memascend.plan.cost import Drive
 
 _GB, _GIB, _TB = 10**9, 1 << 30, 10**12
-# The part of the peak speed that training reaches. The peak of a GPU is its dense 16-bit peak. The peak of a processor
-# is its speed in one matrix product. Large products reach 0.7 or more of a GPU's peak, but the operations between
-# products are limited by memory.
+# The part of the peak speed that training is assumed to reach. The peak of a GPU is its dense 16-bit peak. The peak of
+# a processor is the result of `product_flops`. Large products reach 0.7 or more of a GPU's peak, but the operations
+# between products are limited by memory.
 REACHED = 0.5
 # Bytes of a GPU's memory that CUDA, CUDA's libraries and the gaps of torch's allocator take.
 _CONTEXT = 1 << 30
@@ -42,8 +42,8 @@ class Gpu:
         return self.tflops * _TB * REACHED
 
 
-# Each peak is for dense bf16 products with sums in fp32. Data sheets often give the peak with sparsity, which is twice
-# as high. On GeForce cards since Ampere, the peak here is twice the fp32 peak (cores x 2 x boost clock).
+# Each peak is for dense 16-bit products with sums in fp32. Data sheets often give the peak with sparsity, which is
+# twice as high. On GeForce cards since Ampere, the peak here is twice the fp32 peak (cores x 2 x boost clock).
 _CARDS = (
     # Sources: data sheets of T4 and V100, whitepaper "NVIDIA Turing GPU Architecture". These cards have no units for
     # bf16, so the peaks are of fp16.
@@ -109,7 +109,7 @@ _CARDS = (
 
 
 def short_name(name: str) -> str:
-    """Returns the key in `CARDS` for a GPU's name: "4060ti16" for "RTX 4060 Ti 16 GB"."""
+    """Returns a GPU's name in the form of the keys of `CARDS`: "4060ti16" for "RTX 4060 Ti 16 GB"."""
     plain = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|rtx|\s|-)*", "", name.lower())
     return re.sub(r"[\s_-]+|gi?b$", "", plain)
 
@@ -123,9 +123,9 @@ USUAL = {"4060ti": "4060ti8", "5060ti": "5060ti8", "v100": "v10016", "a100": "a1
 # The terabytes that the warranty of a consumer drive allows to write, for each terabyte of the drive's size. Warranties
 # of server drives allow 2 to 10 times this number.
 ENDURANCE_PER_TB = 600
-# Sustained speeds of good drives, by generation of PCIe. They are a little lower than the sequential read and write
-# speeds in the data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3 GB/s),
-# Micron 9550 PRO (14 and 10 GB/s). Many desktop drives write only 1 to 2 GB/s once their cache is full.
+# Sustained speeds of good drives, by generation of PCIe. They do not exceed the sequential read and write speeds in the
+# data sheets of 4 TB server drives: Samsung PM983 (3.2 and 2.0 GB/s), Micron 7450 PRO (6.8 and 5.3 GB/s), Micron 9550
+# PRO (14 and 10 GB/s). Many desktop drives write only 1 to 2 GB/s once their cache is full.
 DRIVES = {
     "gen3": Drive(read=3e9, write=2e9),
     "gen4": Drive(read=5e9, write=4e9),
@@ -133,7 +133,7 @@ DRIVES = {
 }
 
 
-# The drive that `memascend plan` assumes if the user names neither a drive, nor a path whose drive can be measured.
+# The drive that `memascend plan` assumes without `--drive` and `--storage`, and that a Trainer's forecast assumes.
 ASSUMED_DRIVE = "gen4"
 
 # Matches suffixes that drivers add to a card's name: connector, memory, edition. Does not match "laptop", because a
@@ -144,8 +144,8 @@ _MAKE = re.compile(r"(sxm\d?|pcie|nvl|hbm\d\w?|oam|[1-9]\d+(gb?)?|generation|bla
 def gpu_here() -> Gpu | None:
     """Returns the specification of this machine's GPU, found by the name that the GPU's driver reports.
 
-    Returns None if the machine has no GPU, or if the name is unknown. Imports torch, which takes seconds, only if the
-    machine has a GPU.
+    Returns None if torch cannot use a GPU, or if the name is unknown. Imports torch, which takes seconds, only if the
+    system has a device file of a GPU.
     """
     if not has_device_file():
         return None

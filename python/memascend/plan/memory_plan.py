@@ -1,9 +1,10 @@
-"""Plans the memory of a run within a budget: units in memory, sizes of slots, the RAM tier, bytes that a step moves.
+"""Divides a run's memory budget among its uses, and computes the bytes that a step then reads and writes.
 
-[Note: order of the budget] A budget pays for the working minimum first: slots for one unit at a time, two chunks for
-updates, the largest gradient. A larger budget pays, in this order, for two more chunks, slots for a second unit, a
-longer queue of gradients, more chunks, memory for reading the next whole parameter, chunks for activations, the RAM
-tier, and last for more slots. If a device computes, its slots and gradients have a separate budget of device memory.
+[Note: order of the budget] The working minimum is slots for one unit at a time, two chunks for updates, the largest
+gradient, and buffers of fixed size. A larger budget adds, in this order: two more chunks, slots for a second unit, a
+longer queue of gradients, more chunks, memory for reading the next whole parameter, further chunks for activations,
+the RAM tier, and last more slots. If a device computes, its slots and gradients have a separate budget of device
+memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ARENA_BYTES, _CLASS_BYTES, SLOT_BYTES = 16_416, 112, 5
 
 
 def arena_classes(windows: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns the slots, {bytes: count}, of the smallest arena into which each of `windows` fits, one after another.
+    """Returns the slots, {bytes: count}, of the smallest arena into which each of `windows` fits alone.
 
     A window lists the sizes, in bytes, of leases that must be in memory at the same time. Two sizes that never occur in
     one window, for example the sizes of an embedding and of an LM head, may share slots of the larger size. A lease
@@ -75,9 +76,9 @@ def arena_bytes(classes: Mapping[int, int]) -> int:
     return memory.layout(classes).reserved + tables
 
 
-# The default number of steps in the gradient log. Each record is written whole once in this number of steps. A record
-# has 12 bytes for each parameter, so a step writes 12/16 = 3/4 byte of records for each parameter. A log of 32 steps
-# would save 3/8 byte of this, but would need twice the space and twice the time for a replay.
+# The default number of steps in the gradient log. Each record is written whole once in this number of steps. With AdamW
+# and bfloat16, a record has 12 bytes for each element, so a step writes 12/16 = 3/4 byte of records for each element. A
+# log of 32 steps would save 3/8 byte of this, but would need twice the space and twice the time for a replay.
 _STEPS = 16
 # On a file system, a log takes at most 1/2 of the free space if the user gives no `log_steps=`.
 _SHARE = 2
@@ -99,7 +100,10 @@ class Log:
         return (_STEPS if self.asked is None else self.asked) if names else 0
 
     def plan(self, names: Sequence[str]) -> tuple[int, int]:
-        """Returns the number of steps that fit into the log, and the bytes of the log; zeros if no step fits."""
+        """Returns the number of steps in the log, as the free space limits it, and the bytes of the log.
+
+        Returns zeros if no step fits, or if no log is wanted.
+        """
         wanted = self.wanted(names)
         if not wanted:
             return 0, 0
@@ -120,7 +124,9 @@ class Requirements:
     # The mode of gradients. "ram" needs memory for all gradients. The other modes need memory for the largest gradient.
     gradients: Literal["auto", "fused", "ssd", "ram"]
     gradient_bytes: Mapping[str, int]  # the bytes of each gradient, by the name of its trained parameter
-    whole_bytes: int = 0  # bytes of memory for an optimizer that updates whole parameters
+    # Bytes of memory for an optimizer that updates whole parameters, and for state tensors that are not cut into
+    # chunks.
+    whole_bytes: int = 0
     # Further bytes of memory for an optimizer that updates whole parameters. While the optimizer updates a parameter,
     # the next parameter is read into these bytes, or the previous parameter is written from these bytes.
     whole_next_bytes: int = 0
@@ -131,18 +137,18 @@ class Requirements:
     # If a device computes: the chunks of host memory, {bytes: count}, between storage and the device, by owner. Units
     # and gradients are then in the device's memory. None: the host computes.
     staging: Mapping[str, Mapping[int, int]] | None = None
-    # Whether an update reads the parameter's values from storage. "resident": only if the parameter's unit was evicted
-    # (compact state). "read": always (32-bit values). "never": the update computes with the master weights instead.
+    # Whether updates read the parameters' values from storage. "resident": only if the parameter's unit was evicted.
+    # "read": always. "never": updates do not need the values, because they compute with master weights.
     update_values: Literal["resident", "read", "never"] = "resident"
     streamed: Collection[str] = ()  # the names of the parameters that are never kept in the RAM tier
-    # The names of the parameters whose updates may be deferred to the next step. Only updates of gradients that wait
-    # for the norm of all gradients are deferred.
+    # The names of the parameters whose updates may be deferred to the next step. Only updates of gradients that stay on
+    # storage until step() are deferred.
     deferrable: Collection[str] = ()
     # A function of the names of parameters. The gradient of each of these parameters gets a second place behind the
     # store, and the function returns the bytes of these places. None: the run has no second places.
     places: Callable[[Collection[str]], int] | None = None
-    # The names of the parameters that steps do not write while the parameters are in the RAM tier. These parameters are
-    # written when the run ends.
+    # The names of the parameters that steps do not write while the parameters are in the RAM tier, because steps are
+    # not durable.
     applied: Collection[str] = ()
     # The facts about the gradient log of the RAM tier. None: steps are not durable, so there is no log.
     log: Log | None = None
@@ -188,12 +194,12 @@ class RamTier:
     # The names of the units whose values are all in the RAM tier. Modules compute with these values in place, so these
     # units need no slot.
     units: frozenset[str] = frozenset()
-    # For each unit, by name, the bytes of the unit's values in the RAM tier. A forward need not read these bytes.
+    # For each unit, by name, the bytes of the unit's values in the RAM tier. A step need not read these bytes.
     values: Mapping[str, int] = field(default_factory=dict)
     update: int = 0  # bytes of trained values in the RAM tier, which updates need not read from storage
     state: int = 0  # bytes of optimizer state in the RAM tier, which updates need not read from storage
-    # `logged` has the names of the records whose gradients go to the gradient log. `logged_bytes` has the bytes of
-    # these records' values, state and gradients.
+    # `logged` has the names of the records whose gradients go to the gradient log, if the log has steps. `logged_bytes`
+    # has the bytes of these records' values, state and gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
 
@@ -207,11 +213,11 @@ _NOTHING = RamTier()
 
 
 def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[str]:
-    """Returns the names of all records in the order in which records are chosen for the RAM tier.
+    """Returns the names in `needs` in the order in which records are chosen for the RAM tier.
 
-    The model's first unit comes first, since nothing overlaps this unit's fetch. Next come units at equal distances in
-    the model, as many as `room` bytes can hold: while such a unit computes, storage reads the units that follow it. All
-    other units come last. `needs` has the bytes of each record.
+    The model's first unit comes first if `room` bytes can hold it, since nothing overlaps this unit's fetch. Next come
+    units at equal distances in the model, as many as `room` bytes can hold: while such a unit computes, storage reads
+    the units that follow it. All other units come last. `needs` has the bytes of each record.
     """
     members = [[name for name in unit.parameters if name in needs] for unit in units]
     whole = [sum(needs[name] for name in names) for names in members]
@@ -228,7 +234,10 @@ def _spread(units: Sequence[Unit], needs: Mapping[str, int], room: int) -> list[
 
 
 def choose_in_ram(run: Requirements, room: int | None) -> RamTier:
-    """Chooses the records for the RAM tier, within `room` bytes. If `room` is None, chooses all records."""
+    """Chooses the records for the RAM tier, within `room` bytes. If `room` is None, chooses all possible records.
+
+    A record in `run.streamed` is never chosen.
+    """
 
     def waits(name: str) -> int:
         # With gradients="ram", the plan already has memory for all gradients.
@@ -325,7 +334,8 @@ class MemoryPlanner:
     def _by_class(self, classes: Mapping[int, int]) -> dict[int, tuple[list[Unit], int]]:
         """Returns, for each class, the units that share its slots, and the number of these slots.
 
-        The units are in the order of the forward. Pinned units, and the slots that they occupy, do not count.
+        The units are in the order of the forward. Pinned units, the slots that they occupy, and units whose values are
+        all in the RAM tier do not count.
         """
         bounds = sorted(classes)
         members: dict[int, list[Unit]] = {bound: [] for bound in bounds}
@@ -363,7 +373,7 @@ class MemoryPlanner:
         return Reads(forward, backward, frozenset(resident))
 
     def widened(self, split: MemorySplit, budget: int | None) -> MemorySplit:
-        """Adds slots to the split while more slots save reads and fit into `budget`. A `budget` of None is no limit."""
+        """Returns the split with more slots, if they save reads and fit into `budget`. None is no limit."""
         classes = split.classes
         options = []
         for bound, (members, slots) in self._by_class(classes).items():
@@ -446,7 +456,7 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         return comfortable if device_budget is None else planner.widened(comfortable, limit)
     chosen = [step for step in steps if fits(step)][-1]
     if device_budget is not None:
-        # The host's budget pays for chunks, the device's budget for units and gradients: spend each budget separately.
+        # Chunks are in host memory; units and gradients are in the device's memory. So each budget is used separately.
         for step in steps:
             other = planner.smallest(step.window, chosen.chunks, step.queue_bytes)
             chosen = other if fits(other) else chosen
@@ -470,8 +480,8 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
     return chosen
 
 
-# The number of larger budgets for which a plan estimates the traffic. These budgets increase in equal steps up to the
-# budget that keeps all records in RAM.
+# The maximum number of larger budgets for which a plan estimates the traffic. These budgets increase in equal steps up
+# to `Plan.all_in_ram`.
 _PARTS = 4
 
 
@@ -482,6 +492,7 @@ def make_plan(run: Requirements, *, budget: int | None = None, device_budget: in
 
     Raises:
         BudgetError: a budget is too small. The error's `smallest` is the smallest budget that works, to the byte.
+        ConfigError: a unit has no elements.
     """
     planner = MemoryPlanner(run)
     steps = rungs(planner)
@@ -611,8 +622,8 @@ def _traffic(run: Requirements, chosen: MemorySplit, reads: Reads, ram_tier: Ram
 def _spared(run: Requirements, reads: Reads, ram_tier: RamTier) -> tuple[int, int] | None:
     """Returns `Traffic.spared`; None if the updates cannot be deferred.
 
-    The first number is the bytes of values that are not in the RAM tier. The second number is the part of these bytes
-    that a backward reads.
+    The first number is the bytes of trained values that are not in the RAM tier. The second number is the part of these
+    bytes that a backward reads.
     """
     streaming = run.gradient_bytes.keys() - set(ram_tier.names)
     if run.gradients != "ssd" or not streaming or not streaming <= set(run.deferrable):

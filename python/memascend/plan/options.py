@@ -183,14 +183,14 @@ class Options:
         if self.max_grad_norm is not None and not (_is_number(self.max_grad_norm) and self.max_grad_norm > 0):
             raise ConfigError(f"max_grad_norm must be a number above 0, or None, not {self.max_grad_norm!r}")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
-            raise ConfigError(f"timeout must be a number of seconds above 0, or None, not {self.timeout!r}")
+            raise ConfigError(f"timeout must be a finite number of seconds above 0, or None, not {self.timeout!r}")
         scale = self.loss_scale
         if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):  # type: ignore[operator]
             raise ConfigError(f"loss_scale must be None, 'dynamic' or a finite number above 0, not {scale!r}")
 
     @property
     def resumes(self) -> bool:
-        """True if the run resumes an existing store, from the store's last commit or from the commit before."""
+        """True if the run may continue from an existing store, at the store's last commit or at the commit before."""
         return self.existing in ("resume", "previous")
 
     @property
@@ -228,7 +228,7 @@ class Options:
 
     @property
     def spare(self) -> Spare | None:
-        """The machine whose spare memory is the budget. None: `host_memory=` is a size, "default" or None."""
+        """The `Spare` that determines the budget. None: `host_memory=` is a size, a percentage, "default" or None."""
         if self.host_memory == AUTO:
             return Spare()
         return self.host_memory if isinstance(self.host_memory, Spare) else None

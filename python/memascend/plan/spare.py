@@ -1,4 +1,4 @@
-"""Computes how much host memory a machine can spare for a run without a given budget."""
+"""Computes how much host memory a machine can spare for a run, and how much time a larger budget would save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HostMemory:
     """The memory, in bytes, of a machine, or of the cgroup that limits this process."""
 
     total: int
-    available: int  # bytes that no process uses
+    available: int  # bytes that processes can still take
 
     @classmethod
     def here(cls) -> HostMemory:
@@ -65,7 +65,7 @@ class Spare:
     stored: int | None = None  # the budget that an earlier process of this run wrote into the store
 
     def budget(self, *, on_host: bool) -> int:
-        """Returns the budget of one process in whole GiB; 0 if less than 1 GiB is left.
+        """Returns `agreed`; if it is None, the spare memory of one process in whole GiB (0 if less than 1 GiB is left).
 
         `on_host` is True if the CPU computes.
         """
@@ -107,10 +107,11 @@ _FASTER = 0.9
 
 
 def faster(plan: Plan, free: int, seconds: float, waited: float) -> tuple[int, float] | None:
-    """Returns the largest budget up to `free` bytes, and the seconds of a step with this budget.
+    """Returns the largest budget in `plan.larger` up to `free` bytes, and the seconds of a step with this budget.
 
-    Returns None if a step would not be much faster. A step took `seconds`. During `waited` of these seconds, the
-    training loop waited for the drive. A step that moves fewer bytes saves at most the `waited` seconds.
+    Returns None if there is no such budget, or if a step would not be much faster. A step took `seconds`. During
+    `waited` of these seconds, the training loop waited for the drive. A step that moves fewer bytes saves at most the
+    `waited` seconds.
     """
     fitting = [budget for budget in plan.larger if budget <= free]
     if not fitting or not plan.moved_bytes:

@@ -15,21 +15,26 @@ if TYPE_CHECKING:
 
 
 # When the updates of a step run. "fused": each update runs when its gradient appears. The other ways are for gradients
-# that wait for the norm of all gradients. "at once": in step(). "next forward": in the forward of the next step. "next
-# backward": in the backward of the next step; the forward of the next step computes the new values without writing
-# them. "early": each update runs when its gradient appears, which is valid only if no gradient is clipped.
+# that are kept until step(), for example because of clipping. "at once": in step(). "next forward": in the forward of
+# the next step. "next backward": in the backward of the next step; the forward of the next step computes the new values
+# without writing them. "early": each update runs when its gradient is complete, which is valid only if no gradient is
+# clipped or changed.
 Way = Literal["fused", "at once", "next forward", "next backward", "early"]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a step reads and writes if its updates run "fused" or "at once"."""
+    """The bytes that a step reads and writes.
+
+    `make_plan` computes them for updates that run "fused" or "at once"; `by` converts them for other ways.
+    """
 
     read: dict[str, int]  # bytes by kind
     written: dict[str, int]  # bytes by kind
     ram_tier: float = 0.0  # the share of trained values in the RAM tier, which `step()` updates
-    # Two numbers: the bytes of values that a forward need not read if it makes deferred updates, and the bytes that a
-    # backward need not read in this case. The updates compute these values. None: updates are not deferred.
+    # Two numbers: the bytes of values that a forward need not read because deferred updates compute these values, and
+    # the bytes that a backward need not read, too, if the way is "next backward". None: updates are not deferred, or
+    # `by` has subtracted these bytes.
     spared: tuple[int, int] | None = None
 
     def by(self, way: Way, *, evicted: bool) -> Traffic:
@@ -114,8 +119,8 @@ class MemorySplit:
     device: dict[str, int]  # bytes of the device's memory by owner; empty if the host computes
     # The number of further groups of chunks for checkpointed activations. Each group is allocated when it is needed.
     activation_groups: int = 0
-    # The part of host["whole parameters"] into which the next parameter is read while the previous parameter is
-    # updated. 0: no parameter is read during an update.
+    # The part of host["whole parameters"] into which the next parameter is read, or from which the previous parameter
+    # is written, while a parameter is updated whole. 0: no parameter is read or written during this update.
     whole_next_bytes: int = 0
 
     def with_next(self, nbytes: int) -> MemorySplit:
@@ -133,7 +138,7 @@ class MemorySplit:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of host memory for optimizers that update whole parameters."""
+        """Bytes of host memory for updates of whole parameters, and for state that is not cut into chunks."""
         return self.host["whole parameters"]
 
     @property
@@ -157,7 +162,7 @@ class Plan(MemorySplit):
     """All numbers that are decided before a run. `str()` formats them as a table, and `to_dict()` returns them."""
 
     units: tuple[Unit, ...]  # in the order of the forward
-    gradients: str  # the value of `gradients=`
+    gradients: str  # the value of `gradients=`, or "ssd" instead of "auto" if `Options.keeps`
     # The names of the units that a step reads at most once. Trained units stay cached from the forward to the backward,
     # and frozen units stay cached from step to step.
     resident: frozenset[str]
@@ -169,7 +174,7 @@ class Plan(MemorySplit):
     smallest: int  # the smallest budget that works
     comfortable: int  # the smallest budget that keeps disk and compute busy
     ample: int  # the bytes of `comfortable` and of slots for all units
-    all_in_ram: int  # the budget that keeps all records in RAM; a larger budget saves nothing
+    all_in_ram: int  # the budget that keeps in RAM all records that may be in the RAM tier
     # These four budgets are for the device's memory: the limit, the smallest, `comfortable` and `ample`. Each is 0 if
     # the host computes.
     device_budget: int
@@ -184,7 +189,8 @@ class Plan(MemorySplit):
     without: Traffic  # a step's traffic with the budget `comfortable` and no RAM tier
     larger: dict[int, Traffic]  # for each of some larger budgets, up to `all_in_ram`: a step's traffic
     # `logged` has the names of the records in the RAM tier for which a step writes the gradients to the log, instead of
-    # values and state. `logged_bytes` has the bytes of these records' values, state and gradients.
+    # values and state, if `log_steps` is not 0. `logged_bytes` has the bytes of these records' values, state and
+    # gradients.
     logged: tuple[str, ...] = ()
     logged_bytes: tuple[int, int, int] = (0, 0, 0)
     # The number of steps in the gradient log. Each logged record is written whole once in this number of steps. 0:
@@ -227,11 +233,11 @@ class Plan(MemorySplit):
         )
 
     def by(self, way: Way) -> Plan:
-        """Returns the plan for steps whose updates run in `way`. Changes the traffic for larger budgets, too."""
+        """Returns the plan for steps whose updates run as `way` says. Changes `without` and `larger`, too."""
         return self._with(lambda traffic: traffic.by(way, evicted=self.window < RESIDENT_WINDOW))
 
     def repeated(self, times: int) -> Plan:
-        """Returns the plan for steps with `times` more micro-batches. Changes the traffic for larger budgets, too.
+        """Returns the plan for steps with `times` more micro-batches. Changes `without` and `larger`, too.
 
         Call `repeated` before `by`, because the traffic that `by` computes cannot be repeated.
         """
@@ -243,16 +249,16 @@ class Plan(MemorySplit):
         return replace(self.moving(of(now)), without=of(self.without), larger=larger)
 
     def larger_budget(self, nbytes: int) -> int:
-        """Returns a budget that works for a model that uses more units at once than planned.
+        """Returns a larger budget for a run that needs more slots at once than planned.
 
-        The returned budget has memory for all units. If the present budget already has memory for all units, the user's
-        code keeps other slots in use. The returned budget is then `nbytes` larger than the present budget.
+        The returned budget has memory for all units. If the present budget already has this memory, the returned budget
+        is `nbytes` larger than the present budget.
         """
         now, most = (self.device_budget, self.device_ample) if self.device else (self.budget, self.all_in_ram)
         return most if most > now else now + nbytes
 
     def with_added(self, slots: Mapping[int, int], nbytes: int) -> Plan:
-        """Returns the plan with the further slots `slots`, {bytes: count}, which take `nbytes` of memory."""
+        """Returns the plan with the further slots `slots`, {bytes: count}, and a budget larger by their `nbytes`."""
         if not slots:
             return self
         classes = {bound: count + slots.get(bound, 0) for bound, count in self.classes.items()}
@@ -270,7 +276,7 @@ class Plan(MemorySplit):
         return replace(self, written_bytes=written, log_steps=steps, log_bytes=nbytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers of the plan as JSON values."""
+        """Returns the plan's fields, and some sums of them, as JSON values."""
         plain = asdict(self)
         for name in ("host_peak", "device_peak", "whole_bytes", "saved_bytes"):
             plain[name] = getattr(self, name)
@@ -331,8 +337,8 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     for unit in plan.units:
         likeness = _likeness(unit)
         key: object = (re.sub(r"\d+", "*", unit.name), likeness)
-        # Neighbouring units of the same size share a row even if their names differ, for example the projections of an
-        # encoder.
+        # Neighbouring units with the same `_likeness` share a row even if their names differ, for example the
+        # projections of an encoder.
         if key not in groups and last is not None and likeness == _likeness(groups[last][-1]):
             key = last
         groups.setdefault(key, []).append(unit)
@@ -359,8 +365,8 @@ def _note(plan: Plan, owner: str) -> str:
     if owner == "units":
         slots = ", ".join(f"{count} x {bytes_shown(nbytes)}" for nbytes, count in sorted(plan.classes.items()))
         return f"{plan.window} in use at once; slots: {slots}"
-    stay = "pinned, taken as they are needed; activations beyond them go to storage"
-    through = "chunks through which they go to storage and come back"
+    stay = "pinned chunks, allocated when needed; further activations go to storage"
+    through = "chunks through which activations go to storage and come back"
     return {
         "update staging": f"{plan.chunks} chunks through which state streams to its update",
         "catalog": "the description of the store",

@@ -61,9 +61,10 @@ class UnitDraft:
         self.module = None
 
     def take_name(self, taken: set[str]) -> None:
-        """Adds apostrophes to the draft's name until the name is unique.
+        """Adds apostrophes to the draft's name until it is not in `taken`, then adds the name to `taken`.
 
-        A user's module may have the name "root" or "rest", which are also the names of special drafts.
+        A draft of the root module has no name, and gets the name "root". A user's module may have the name "root" or
+        "rest", too.
         """
         self.name = self.name or "root"
         while self.name in taken:
@@ -195,12 +196,12 @@ def _bound_in(
     return bound_in
 
 
-# Blocks with more bytes than this limit are divided. If a single module owns more bytes, the limit is that module's
-# bytes instead, since the parameters of one module are never divided.
+# Blocks and leftovers with more bytes than this limit are divided. If a single module owns more bytes, the limit is
+# that module's bytes instead, since the parameters of one module are never divided.
 _BOUND_BYTES = 1 << 30
 # A leftover is a module, or a part of a module, outside of blocks. The smallest leftovers are pinned. Each pinned
-# leftover has at most 1/16 of the bytes of the largest block. All pinned leftovers together have at most 1/4 of the
-# bytes of the largest block.
+# leftover has at most 1/16 of the bytes of the largest block (`limit` in `find_units`). All pinned leftovers together
+# have at most 1/4 of these bytes.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -214,7 +215,7 @@ class Unit:
     nbytes: int  # bytes of all values, each parameter padded to whole pages
     # The name of the module whose call materializes the whole unit. None if no single call materializes the whole unit.
     module: str | None
-    pinned: bool  # True if the unit is never evicted, because it is small and other units are used together with it
+    pinned: bool  # True if the unit is never evicted, because all its modules are small
     # The names of the units after which a forward uses this unit again, because this unit has tied parameters. For
     # example, an embedding that is also the LM head is used again after the last block.
     again: tuple[str, ...] = ()
@@ -231,10 +232,11 @@ def find_units(
 ) -> tuple[Unit, ...]:
     """Groups the parameters of `model` into units. The units are in the order in which a forward is likely to use them.
 
-    Each repeated block is a unit, and so is each embedding, LM head and other large module. All small modules outside
-    of blocks, such as a final norm, are together one pinned unit with the name "rest". A block larger than `bytes_max`
-    (default: 1 GiB) is divided into its modules. The parameters that a single module owns stay together, since one call
-    of the module needs all of them. Each module named in `units` is one unit, whatever its size.
+    Each repeated block is a unit, and so is each embedding, LM head and other large module. The smallest modules
+    outside of blocks, such as a final norm, are together one pinned unit with the name "rest". A block or other module
+    larger than `bytes_max` (default: 1 GiB) is divided into its modules. The parameters that a single module owns stay
+    together, since one call of the module needs all of them. Each module named in `units` is one unit, whatever its
+    size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -242,7 +244,8 @@ def find_units(
     tree.claim(drafts)
     blocks = list(_blocks(tree, ""))
     tree.claim(blocks)
-    # A module outside of blocks stays whole if it is at most as large as the largest block.
+    # `limit` is the bytes of the largest block or module in `units`. If there is none, `limit` is the bytes of the
+    # module that owns the most bytes. A larger module outside of blocks is divided.
     limit = max([draft.nbytes for draft in (*drafts, *blocks)], default=tree.largest_owner)
     leftovers = list(_leftovers(tree, "", min(limit, bound)))
     small = _small(leftovers, limit)
@@ -262,7 +265,8 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 
     Raises:
         ConfigError: the model has no module with one of the names; or a named module has no parameters, or only
-            parameters that an earlier module shares; or one named module contains another named module.
+            parameters that an earlier module shares; or one named module contains another named module; or a name
+            occurs twice.
     """
     unknown = [name for name in names if name not in tree.modules]
     if unknown:
@@ -327,8 +331,9 @@ def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
     """Yields drafts of the parameters outside of blocks.
 
-    A module with at most `limit` bytes is one draft. In a larger module, the parameters that the module owns directly
-    are one draft, and each child module is divided by the same rule.
+    A module with at most `limit` bytes is one draft, if a forward calls it and it contains no block. In any other
+    module, the parameters that the module owns directly are one draft, and each child module is divided by the same
+    rule.
     """
     left = tree.below(module)
     if not left:
@@ -425,7 +430,7 @@ def _ordered(tree: ModuleTree, drafts: list[UnitDraft]) -> tuple[Unit, ...]:
 
 
 def _head(tree: ModuleTree) -> list[str] | None:
-    """Returns the names of the LM head's parameters; None if `model.get_output_embeddings()` returns no module."""
+    """Returns the names of the LM head's parameters; None if `get_output_embeddings()` is missing or without result."""
     ask = getattr(tree.model, "get_output_embeddings", None)
     try:
         module = ask() if callable(ask) else None

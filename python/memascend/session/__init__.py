@@ -2,8 +2,8 @@
 
 `offload` is the public call; `decide` and `open_store` prepare a run, and `build` makes the parts of the run, bottom
 up. `session` orders the actions of a step, and module hooks notify `session` of forwards. `run` holds the data of a
-commit, and the resources that `close()` releases. `value_edits` changes values outside of a step, `materialize` reads
-them out, and `report` measures.
+commit, and the resources that `close()` releases. `value_edits` commits changes of values outside of a step.
+`materialize` provides all values inside a `with` block, and writes checkpoints. `report` measures.
 
 Invariant: the values of a forward, the values on storage and the count `optimizer.steps` belong to one commit. A call
 that is rejected leaves model, optimizer and storage as they were.

@@ -29,12 +29,12 @@ class AddedParameters:
     freezes the adapter.
     """
 
-    # The number of modules and parameters that this process registered. When this number changes,
-    # `check_before_forward` checks the model again.
+    # How many modules and parameters code of this process has registered while a run was open. When this number has
+    # changed, `require_none` checks the model again.
     _registrations = 0
 
     def __init__(self, model: torch.nn.Module, *, look: bool) -> None:
-        """With `look=False`, the checks reject nothing: FSDP2 itself registers new parameters in each forward."""
+        """With `look=False`, the checks reject nothing: FSDP2 itself replaces parameters of modules in each forward."""
         self._model = model
         self._look = look
         # The value of `_registrations` at the last check that found no new trainable parameter.
@@ -72,8 +72,8 @@ class AddedParameters:
             if parameter.requires_grad and "_memascend" not in parameter.__dict__:
                 raise ConfigError(
                     f"{name!r} is a new trainable parameter, which was added after offload(), so step() cannot update "
-                    "it. Freeze it with requires_grad_(False). Or save() the model, add the parameter to a plain "
-                    "model with the saved weights, and call offload() again"
+                    "it. Freeze it with requires_grad_(False). Or call optimizer.save(folder), add the parameter to a "
+                    "plain model with the saved weights, and call offload() again"
                 )
         self._judged = now
 
@@ -104,7 +104,7 @@ class AutocastWatch:
             return
         self._silent = True
         warn(
-            f"autocast keeps 16-bit copies of all float32 weights in memory ({self._nbytes / 2**20:.0f} MiB, which "
+            f"autocast keeps 16-bit copies of float32 weights in memory (up to {self._nbytes / 2**20:.0f} MiB, which "
             "host_memory does not limit). Instead, remove autocast, and convert the model with "
             "model.to(torch.bfloat16) before offload(): fp32 master weights are then kept on storage"
         )
@@ -127,7 +127,7 @@ def copy_module(module: torch.nn.Module, memo: dict[int, Any]) -> Any:
     share its keys with other modules of the same class.
     """
     with _plain(module):
-        # This is what copy.deepcopy() does for a class without `__deepcopy__`.
+        # copy.deepcopy() makes this call for an object of a class without `__deepcopy__`.
         return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]  # noqa: SLF001
 
 
@@ -163,7 +163,7 @@ class Attachment:
     _run: Run
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """Attaches the model: installs hooks and `__deepcopy__` functions, sets `model._memascend` to `optimizer`."""
+        """Installs hooks and `__deepcopy__` functions on modules; sets `model._memascend` to `optimizer`."""
         install_hooks(self.model, self._hooked_modules, self._run.residency)
         for module in self.model.modules():
             # A class with its own `__deepcopy__` would copy the attributes of memascend, too.

@@ -61,8 +61,8 @@ class Assembly:
         for unit in session.run.residency.units.all:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
-                    # torch rejects a placeholder as the `.data` of a parameter that is on meta, or on another type of
-                    # device than the placeholder.
+                    # torch rejects `place.nothing` as the `.data` of a parameter that is on meta, or on another type of
+                    # device than `place.nothing`.
                     materialize_parameter(place.parameter, place.nothing)
                 place.offload()
                 if place.name in subject.trained:
@@ -120,7 +120,7 @@ class Assembly:
 
     @property
     def _stored_budget(self) -> int | None:
-        """The budget that each commit stores for a resume with "auto"; None if the user gave no budget."""
+        """The budget that each commit stores for a resume with "auto"; None if `host_memory` is None or "default"."""
         options = self.subject.options
         if options.spare is not None:
             return options.spare.stored or self.decision.plan.budget
@@ -128,7 +128,10 @@ class Assembly:
 
     @property
     def _grows(self) -> bool:
-        """True if a step may allocate memory beyond the plan, because the user gave no budget."""
+        """True if a step may allocate memory beyond the plan, because no size limits the memory of units.
+
+        The size is `host_memory`, or with a device `device_memory`; "auto" and "default" are no sizes.
+        """
         options = self.subject.options
         return (options.host_bytes if self.resources.units.device is None else options.device_bytes) is None
 
@@ -183,8 +186,9 @@ class Assembly:
         figures = None if sharding is None else sharding.exchange
         loop = Loop(options.gradients, options.accumulation_steps, keeps=options.keeps, figures=figures)
         ram_tier = frozenset(plan.ram_tier)
-        # An update may read its values from a cached unit, which then cannot be evicted until the update ends. A window
-        # of one unit must evict each unit before the next one, so updates read their values from storage.
+        # An update may read its values from a unit that is cached in host memory. The unit then cannot be evicted until
+        # the update ends. With a window of one unit, each unit must be evicted before the next unit is read, so updates
+        # read their values from storage.
         units = residency.units if plan.window > 1 and not plan.device else None
         return Gradients(
             engine=resources.units.engine(resources.engine),
@@ -200,7 +204,8 @@ class Assembly:
     def _hooked_modules(self, residency: Residency) -> list[tuple[torch.nn.Module, tuple[CachedUnit, ...]]]:
         """Returns the modules to hook, each with the units that its hook materializes.
 
-        A module needs a hook if it owns a parameter, is a whole unit, or is the model itself.
+        Without FSDP2, a module needs a hook if it owns a parameter (also in a ParameterList or ParameterDict), is a
+        whole unit, or is the model itself.
         """
         if self.subject.sharding is not None:
             # FSDP2's all-gather materializes the rows of this rank when copying them, so only the whole model needs a

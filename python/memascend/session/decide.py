@@ -80,7 +80,7 @@ def _find_trained(
         if not only_planned and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise ConfigError(
                 f"{name} is on {parameter.device}, but offload() needs each parameter on the CPU, on meta, or on the "
-                "device that device= names: move the model to the CPU, or load it without device_map="
+                "device that computes the model (device=): move the model to the CPU, or load it without device_map="
             )
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} is not initialised yet: run the model once before offload()")
@@ -108,7 +108,10 @@ def _find_trained(
 
 
 def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, only_planned: bool) -> None:
-    """Rejects a model or optimizer whose class `offload()` does not support, and one that is offloaded already."""
+    """Rejects a model or optimizer whose class `offload()` does not support, or that is offloaded already.
+
+    Also rejects an optimizer whose `step` was replaced, and a model whose weights accelerate offloaded.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -117,8 +120,8 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
     replaced = next(filter(_has_own_step, members), None)
     if replaced is not None:
         raise ConfigError(
-            f"step() of this {type(replaced).__name__} object was replaced, but offload() runs step() of the class: "
-            "use register_step_pre_hook() or register_step_post_hook(), or override step() in a subclass"
+            f"step() of this {type(replaced).__name__} object was replaced, and would not run after offload(): use "
+            "register_step_pre_hook() or register_step_post_hook(), or override step() in a subclass"
         )
     if not only_planned:
         # These imports load torch's compiler, which takes seconds. A call that only plans does not need them.
@@ -131,8 +134,8 @@ def _refuse_kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, o
     wrappers = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         raise ConfigError(
-            f"{type(model).__name__} does not work with offload(): pass the module inside it. To train on several "
-            "ranks, first call torch.distributed.fsdp.fully_shard() on each block and on that module"
+            f"{type(model).__name__} does not work with offload(): pass the module inside it. On several ranks, "
+            "offload() itself shards that module by torch.distributed.fsdp.fully_shard() if you have not"
         )
     _refuse_placed(model)
 
@@ -154,7 +157,7 @@ def _refuse_placed(model: torch.nn.Module) -> None:
 def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     """True if user code replaced `step` on this optimizer object.
 
-    torch's schedulers wrap `step` only to count its calls. Such a wrapper is not a replacement.
+    torch's schedulers wrap `step` only to record its calls. Such a wrapper is not a replacement.
     """
     step = vars(optimizer).get("step")
     if step is not None and hasattr(step, "_wrapped_by_lr_sched"):
@@ -163,7 +166,7 @@ def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_owners(named: Mapping[str, torch.nn.Parameter], owned: set[int]) -> None:
-    """Rejects an optimizer that owns foreign parameters, or does not own all trainable parameters of the model.
+    """Rejects an optimizer that owns foreign parameters, no parameters, or not all trainable parameters of the model.
 
     `named` has the model's parameters, and `owned` has the ids of the optimizer's parameters.
     """

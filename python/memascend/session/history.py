@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
 
 _MIB = 1 << 20
-# The largest number of steps that a `History` keeps. When it has more steps, `add` drops every second step.
+# The largest number of steps for which a `History` keeps `seconds` and `moved`. When it has more steps, `add` drops
+# every second step.
 _POINTS_MAX = 10_000
 
 
@@ -69,9 +70,9 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def _draw_memory(axis: Any, report: Report) -> None:
-    """Draws two bars: peak host memory by owner, and the memory of the same training without offloading.
+    """Draws a bar of the peak host memory by owner, and a bar of the same training without offloading ("in memory").
 
-    The second bar does not include activations.
+    The bar "in memory" does not include activations. A dotted line shows the budget.
     """
     bars = {
         "in memory": {f"{name}, in memory": nbytes for name, nbytes in asdict(report.in_memory).items()},

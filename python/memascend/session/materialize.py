@@ -55,15 +55,19 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
 
     Args:
         model: an offloaded model.
-        modify: True writes changed values back at the end of the block, in one commit on all ranks or on none. A
-            parameter whose bits did not change keeps its master weight and its optimizer state. If the block replaced a
-            parameter, as `load_state_dict(assign=True)` does, the original parameter gets the values of its
-            replacement, and the module gets the original parameter back. False drops changes at the end of the block,
-            with a warning.
+        modify: True writes changed values and buffers back at the end of the block, in one commit on all ranks or on
+            none. A parameter whose bits changed gets a master weight that equals its new values; other parameters keep
+            their master weights. All other optimizer state stays as it was. If the block replaced a parameter, as
+            `load_state_dict(assign=True)` does, the original parameter gets the values of its replacement, and the
+            module gets the original parameter back. False drops changes of parameters at the end of the block, with a
+            warning.
 
     Raises:
-        UsageError: the model is not offloaded. With `modify`, also: a step is staged; or the block removed a parameter,
-            replaced it by a parameter that does not fit, or gave it memory that other code may change.
+        UsageError: the model is not offloaded, is computing or is inside `materialized()` already; or code wrote to a
+            copy of a weight. With `modify`, also: a step is staged; or the block replaced a parameter by a parameter
+            that does not fit, removed a parameter and added another, or gave a parameter memory that other code may
+            change.
+        ConfigError: the storage is a raw device, and `offload()` got no `scratch` folder for the files.
         RankError: another rank failed in the block or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
@@ -74,8 +78,8 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     optimizer = model.__dict__.get("_memascend")
     if optimizer is None:
         raise UsageError(
-            "this model is not offloaded, or its optimizer was closed, so it has no values on storage: pass the model "
-            "that offload() returned, before you call close()"
+            "the model given to materialized() is not offloaded, or its optimizer was closed: pass the model that "
+            "offload() returned, not a part of it or a wrapper, and call materialized() before optimizer.close()"
         )
     session = session_of(optimizer)
     run, attachment, edits = session.run, session.attachment, session.edits
@@ -125,13 +129,13 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     run.residency.copies.keep(kept, is_snapshot=not modify)
     if written is not None:
         warn(
-            f"the values of {written} were changed within materialized(model), and the changes were dropped: use "
+            f"{written} was changed within materialized(model), and the change was dropped: use "
             "materialized(model, modify=True) to keep changes"
         )
 
 
 class _Slots:
-    """Records which module holds which parameter, because code inside `materialized()` may replace or remove it.
+    """Records which module holds which parameter: code inside `materialized()` may replace or remove parameters.
 
     A slot is an entry of a module's `_parameters`.
     """
@@ -167,8 +171,8 @@ class _Slots:
         """Returns this rank's values of each replacement, under the name of the replaced parameter.
 
         Raises:
-            UsageError: a replacement does not fit the parameter, or the slots of one parameter have different values,
-                or a module was replaced by a module with other parameters.
+            UsageError: a replacement does not fit the parameter; the slots of one parameter have different values; or
+                a parameter was removed, and the model has other new parameters.
         """
         modules, there = set(self.model.modules()), set(map(id, self.model.parameters()))
         in_slots = {id(module._parameters.get(short)) for *_, slots in self._of.values() for _, module, short in slots}  # noqa: SLF001
@@ -184,8 +188,8 @@ class _Slots:
                     raise _misfit(
                         slots[0][0],
                         "removed",
-                        "to give the model other parameters, save() the model, change a plain model with the saved "
-                        "values, and call offload() again",
+                        "to give the model other parameters, call optimizer.save(folder), change a plain model with "
+                        "the saved values, and call offload() again",
                     )
                 continue
             for name, one in others:
@@ -249,7 +253,7 @@ def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[st
             # The next unit needs this unit's slot in the arena.
             residency.units.evict(unit)
             units.append(unit)
-            # `NOBODY` counts as a thread that uses the unit, so forwards in the block neither read nor evict the unit.
+            # `NOBODY` counts as a thread that uses the unit, so the cache does not fetch the unit during the block.
             unit.count(NOBODY, 1)
             for place, copy in zip(unit.places, copies, strict=True):
                 place.release(copy)
@@ -380,7 +384,7 @@ class Saving:
     def _contents(self, *, values_alone: bool = False) -> StoreContents:
         """Returns this rank's part of the last commit, with the model's buffers.
 
-        All ranks raise if a step is staged on one of them.
+        All ranks raise if `Run.require_quiet` raises on one of them, for example because a step is staged.
         """
         run = self._run
         self._exchange.together(run.require_quiet, UsageError)
@@ -395,8 +399,9 @@ class Saving:
     def _write(self, own: StoreContents, write: Callable[[Sequence[Content], Fill], None]) -> None:
         """Writes the checkpoint's files.
 
-        The only process, or the first rank, calls `write`, which creates the files. Each other rank writes its rows
-        into these files. A rank that cannot access the folder sends its rows to the first rank instead.
+        The only process, or the first rank, calls `write`, which creates the files. `Shares.fill` writes the rows of
+        all ranks into these files: each rank writes its own rows if all ranks can write to the folder. Otherwise the
+        ranks of the first replica send their rows to the first rank, which writes them.
         """
         sharding, exchange, shares = self._sharding, self._exchange, self._shares
         if sharding is None or shares is None or isinstance(exchange, Alone):
@@ -432,5 +437,7 @@ class Saving:
 
 def _not_saved(why: str) -> RankError:
     return RankError(
-        f"the checkpoint was not written, and an earlier checkpoint in the folder was not changed: {why}", ranks=()
+        f"the checkpoint was not written, and an earlier checkpoint in the folder was not changed: {why}. Save again "
+        "on all ranks",
+        ranks=(),
     )

@@ -98,8 +98,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             drop the last commit, and resume from the commit before it. Every byte of that earlier commit is first read
             and checked. "previous" is for a store whose newest commit is damaged, and works until the next step begins.
             If another run of this process has the store open, "resume" and "replace" close that run, with a warning;
-            "replace" is rejected if that run has a different model or optimizer. An empty file is rejected, because it
-            is probably a store that lost its contents.
+            "replace" is rejected if that run has a different model or optimizer. "resume" and "previous" reject an
+            empty file, because it is probably a store that lost its contents.
         host_memory: a hard budget of host memory: in bytes, as "8GiB", or as "75%" of the memory that process and
             cgroup have now. None or "default": the smallest budget that keeps disk and compute busy. "auto": the memory
             that the machine can spare, in whole GiB, divided among the machine's ranks; if the CPU computes the model,
@@ -146,8 +146,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             stochastically. "8bit": bitsandbytes' blocks of 8 bits, except for embeddings and parameters of fewer than
             4,096 elements, which keep 32 bits. "fp32": 32 bits, given explicitly. A store can be resumed only in its
             own format; `checkpoint` converts.
-        rounding: "stochastic": 16-bit parameters have no fp32 master weights (`master_dtype=None`). An update rounds
-            the parameters up or down stochastically, so that small updates are not lost.
+        rounding: how an update rounds 16-bit parameters. "nearest": to the nearest number. "stochastic": up or down at
+            random, so that small updates are not lost without fp32 master weights; needs `master_dtype=None`.
         seed: seed of stochastic rounding. The store and checkpoints keep it; a resumed run uses the stored seed.
         log_steps: number of steps whose gradients the store's gradient log holds. A parameter kept in RAM is written
             whole once every `log_steps` steps, or with 0 in every step. None: 16 steps, or fewer if the log of 16 steps
@@ -156,17 +156,20 @@ def offload(  # noqa: PLR0913 - options are keywords
         reduction: the order in which the gradients of several ranks are added under `fully_shard`. "ordered": in the
             order of ranks, as one process accumulates them, so that the bits do not depend on the number of ranks.
             "native": in the order of torch's backend.
-        timeout: seconds that the ranks wait for each other in `offload()` and in `step()`; None: ten minutes.
+        timeout: seconds that the ranks wait for each other in `offload()`, in `step()` and in other calls that all
+            ranks make together; None: ten minutes.
 
     Returns:
         The model, and a `memascend.OffloadedOptimizer`. The returned optimizer shares the `param_groups` of the given
         optimizer. For several given optimizers, it has the groups of all of them in order.
 
     Raises:
-        ConfigError: an option, the model, the optimizer or the existing store does not fit; nothing was changed.
+        ConfigError: an option, the model, the optimizer or the existing store does not fit. Nothing was changed, except
+            that a model that `offload()` sharded stays sharded.
         BudgetError: `host_memory` or `device_memory` is too small; `smallest` is the smallest budget that works.
         MemoryLimitError: the machine or the device does not have the memory that the plan needs.
         StorageError: storage failed, is full, is in use or has foreign contents.
+        RankError: another rank failed or is gone.
     """
     # `Options` has a field for each argument except `model` and `optimizer`.
     given = locals()
@@ -210,12 +213,17 @@ def offload(  # noqa: PLR0913 - options are keywords
 
 
 def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
-    """Plans, opens the store, and offloads the parameters. If an error occurs, `undo` reverts all changes."""
+    """Plans, opens the store, and offloads the parameters.
+
+    If an error occurs before `Assembly.run` is called, `undo` reverts all changes. After a later error, `undo` only
+    closes the resources.
+    """
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
         assembly = exchange.together(lambda: _prepared(subject, turn, undo))
         session, offloaded = assembly.run()
-        # `existing="previous"` drops the newest commit only here, after every check that may reject the call.
+        # With `existing="previous"`, drop the newest commit here, after every check that may reject the call. If
+        # `end_log` replayed a gradient log, it has dropped the commit already.
         store = assembly.resources.store
         store.go_back()
         plan = assembly.decision.plan
@@ -241,7 +249,10 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
 
 
 def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assembly:
-    """Plans, opens the store, and fills a new store with first values. Does not change the model."""
+    """Plans, opens the store, fills a new store or restores an existing one, and allocates the memory of the run.
+
+    Does not change the model's parameters.
+    """
     sharding, exchange = subject.sharding, exchange_of(subject.sharding)
     decision, first = exchange.together(lambda: _decided(subject, undo))
     opening = None if sharding is None else sharding.opening
@@ -294,7 +305,10 @@ def _begun(
     opened: tuple[Store, Engine],
     undo: contextlib.ExitStack,
 ) -> Assembly:
-    """Fills a new store, or restores log, RAM tier, buffers and options of the run from an existing store."""
+    """Fills a new store, or replays the log of an existing store and restores RAM tier, buffers and options from it.
+
+    Then allocates the memory of units.
+    """
     options, plan = subject.options, decision.plan
     store, engine = opened
     end_log(store, engine)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 
-    # The source of a store's first values. `check` of the source is called before anything is written. Then each
-    # parameter is read once.
+    # The source of a store's first values. `FirstValues.prepare` calls its method `check` before anything is written.
+    # Then `FirstValues.write` reads each parameter once.
     ValueSource = ModelValues | CheckpointValues | EarlierValues | Refill
 
 
@@ -115,9 +115,10 @@ def _require_fits(subject: Subject, records: list[engines.Record], store: Store)
     if subject.options.existing == "replace":
         if difference is not None:
             raise ConfigError(
-                f"the store at {where} belongs to a run of a different model, which this process has open at step "
-                f"{store.step} ({difference}), and existing='replace' would destroy that run. Nothing was changed, and "
-                "that run continues: pass a different storage=, or call optimizer.close() of that run first"
+                f"the store at {where} belongs to a run of a different model or optimizer, which this process has open "
+                f"at step {store.step} ({difference}), and existing='replace' would destroy that run. Nothing was "
+                "changed, and that run continues: pass a different storage=, or call optimizer.close() of that run "
+                "first"
             )
         # The store fits this model and optimizer, as when a notebook's cell runs again: "replace" may close the run.
         return
@@ -186,9 +187,10 @@ def _require_whole(store: Store) -> None:
                 "the one process with checkpoint=folder. Nothing was changed"
             )
         raise ConfigError(
-            f"the store at {info['devices'][0]} belongs to rank {info['rank']} of {info['ranks']}, but this run has "
-            "only one process. Pass the folder that has the stores of all ranks as storage=, since one process can "
-            f"resume from it, or start {info['ranks']} ranks. Nothing was changed"
+            f"the store at {info['devices'][0]} belongs to rank {info['rank']} of a run that shards the model among "
+            f"{info['ranks']} ranks, but this run has only one process. Pass the folder that has the stores of all "
+            f"ranks as storage=, since one process can resume from it, or start {info['ranks']} ranks. Nothing was "
+            "changed"
         )
 
 
@@ -263,7 +265,7 @@ class FirstValues:
     """Checks first values and writes them to a new store, or reads values back from an existing store."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
-        """Opens `weights=`, and gives memory to buffers on meta; `undo` reverts all changes if the call fails."""
+        """Opens `weights=`, and gives memory to buffers on meta; `undo` reverts this if `offload()` fails."""
         self._subject = subject
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
@@ -276,7 +278,10 @@ class FirstValues:
         undo.callback(self._meta_buffers.uninstall)
 
     def prepare(self, *, created: bool) -> None:
-        """Checks the first values before anything is written; `created`: the store is new."""
+        """Checks the first values before anything is written, and computes buffers that were on meta.
+
+        `created`: the store is new. Otherwise the store has the values, so only the buffers are computed.
+        """
         subject = self._subject
         if created:
             self._source = self._found()

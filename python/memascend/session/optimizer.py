@@ -101,22 +101,26 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         self._optimizer_step_post_hooks = after[0] if len(after) == 1 else JoinedHooks(after)
         self._state = StoredState(session.run.resources)
         # The callback must not refer to the model or to this optimizer: `finalize` keeps the callback and every object
-        # that it refers to alive until the interpreter ends.
+        # that the callback refers to alive, so Python could not collect this optimizer.
         self._finalizer = weakref.finalize(self, session.run.resources.close)
 
     # --- the loop --------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Commits the step that backward staged: all of it becomes visible and durable at once.
+        """Commits the step that backward staged: all of it takes effect at once, or none of it.
+
+        With `durability="step"`, a committed step survives a loss of power. `step` commits nothing if no parameter has
+        a gradient, or if it skips the step (`overflowed`).
 
         Args:
             closure: a function that computes the loss again; called once, before the step. `step` returns its result.
 
         Raises:
-            UsageError: `step` cannot give an exact result, or the norm of the gradients is not finite
-                (`nonfinite="raise"`); the message says what to do instead.
+            UsageError: `step` is not allowed now or cannot give an exact result, or the norm of the gradients is not
+                finite (`nonfinite="raise"`); the message says what to do instead.
             StorageError: storage failed; the last committed step is intact.
+            RankError: another rank failed or is gone; the message says how to continue.
         """
         self._groups.require_same(self.param_groups)
         for member, groups in zip(self.members, self._groups_of_members, strict=False):
@@ -148,8 +152,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             restore: False keeps the state that the schedulers have, and ignores the stored state.
 
         Raises:
-            ConfigError: a scheduler needs a metric, belongs to another optimizer or has a state that JSON cannot hold;
-                or the class or arguments of a scheduler differ from those in the stored run. Nothing was changed.
+            ConfigError: an argument is not a scheduler of this optimizer, or was passed twice; `step()` of a scheduler
+                needs a metric; the schedulers' state cannot be stored as JSON, or is too large for a commit; or the
+                class, arguments or initial learning rates of a scheduler differ from the stored run. Nothing was
+                changed.
             UsageError: a step is staged.
         """
         if not schedulers:
@@ -182,14 +188,14 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
         The result is bit-identical to `for batch in batches: (loss_of(batch) * scale).backward()`. In such a loop, each
         micro-batch reads all weights, and writes and reads the sums of gradients. With `by_layer`, each unit (such as a
-        transformer block) computes all micro-batches before the next unit begins, so each weight is read once and each
-        sum written once. With `by_layer`, each micro-batch also gets its own random seed. The seeds are drawn from
-        torch's default generator before the first `loss_of`. The result is bit-identical to the loop above with
-        `torch.manual_seed(seed)` before each `loss_of`.
+        transformer block) computes all micro-batches before the next unit begins. Weights are then read, and gradients
+        written, only as often as in a step of one micro-batch. With `by_layer`, each micro-batch also gets its own
+        random seed. The seeds are drawn from torch's default generator before the first `loss_of`. The result is
+        bit-identical to the loop above with `torch.manual_seed(seed)` before each `loss_of`.
 
-        The first call with `by_layer` computes one micro-batch after the other and records the order of units. If the
-        model cannot be computed by layer, all calls compute one micro-batch after the other, and a log message gives
-        the reason. The reasons are: several ranks share the model; your code has a hook on accumulated gradients;
+        The first call with `by_layer` computes one micro-batch after the other and records the order of units. A call
+        that cannot compute by layer also computes one micro-batch after the other, and a log message gives the reason.
+        Reasons are, for example: several ranks share the model; your code has a hook on accumulated gradients;
         gradients existed before the call; or an attribute or buffer of a module (as in BatchNorm) changed between
         micro-batches of the first call.
 
@@ -205,13 +211,15 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             The results of `loss_of`, detached, in order.
 
         Raises:
-            UsageError: with `by_layer`, gradients arrived in an unexpected order, or a weight was changed in place. All
-                gradients of the call are dropped.
+            UsageError: the call is inside of the model's forward. With `by_layer`, also: gradients arrived in an
+                unexpected order, are sparse or have a graph; or a weight was changed in place. All gradients of a call
+                by layer that fails are dropped.
+            ConfigError: `scale` is not finite, or `loss_of` returned no loss.
         """
         return self._session.accumulate(loss_of, batches, scale=scale, by_layer=by_layer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips gradients with `torch.nn.utils.clip_grad_norm_`, bit-identically; returns the norm before clipping."""
+        """Calls `torch.nn.utils.clip_grad_norm_`, with the same bits as in memory; returns the norm before clipping."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         sharding = self._session.sharding
         if sharding is not None:
@@ -271,7 +279,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """The number of committed steps of this store, including those before a resume."""
+        """The number of committed steps, including steps before a resume or before the checkpoint of the run."""
         return self._session.run.metadata.step
 
     @property
@@ -293,7 +301,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         return self._session.report()
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Reads a parameter's state from storage; the dict has torch's names, and "master" for a master weight."""
+        """Reads a parameter's state from storage, by torch's names.
+
+        The entry "master" is the master weight, or the parameter's values if it has no master weight.
+        """
         return self._session.state_of(parameter)
 
     @contextlib.contextmanager
@@ -343,7 +354,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
         Raises:
             UsageError: a step is staged.
-            ConfigError: the folder has other contents.
+            ConfigError: the folder has other contents, its parent does not exist, or the path is not valid.
             StorageError: the disk is full, or the device failed; an earlier checkpoint is unchanged.
             RankError: another rank failed; the message has the error of that rank. An earlier checkpoint is unchanged.
         """
@@ -398,11 +409,18 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     # --- the end ---------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keeps the last commit of `step()`, drops uncommitted changes, frees all memory. A second call does nothing.
+        """Keeps the last commit, drops uncommitted changes, frees all memory. A second call does nothing.
 
-        Changes of buffers since the last step (for example, by `torch.optim.swa_utils.update_bn`) are added to the last
-        commit. These changes are lost, with a warning, in two cases: a forward in training mode with gradients ran
-        after the last step (a resume repeats that forward), or the run has several ranks.
+        The commit of a temporary store is lost, too. Changes since the last step of buffers (for example, by
+        `torch.optim.swa_utils.update_bn`) and of the groups' options are added to the last commit. They are lost if the
+        run has several ranks, if the norm of the last step is not finite, or while an exception is handled. Changes of
+        buffers are also lost if a forward in training mode with gradients ran after the last step, because a resume
+        repeats that forward. `close` warns of changes of buffers that it drops because of several ranks, or because of
+        a forward whose gradients are not staged.
+
+        Raises:
+            UsageError: code wrote to a copy of a weight; the run is closed nevertheless.
+            StorageError: storage failed, or the store's file was deleted or moved; the run is closed nevertheless.
         """
         self._session.close()
         self._finalizer.detach()

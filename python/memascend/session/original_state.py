@@ -52,9 +52,9 @@ def require_unaliased_state(
     held = held_for_good(names, lambda name: _references(optimizer.state, named[name]) > alone)
     if held:
         raise ConfigError(
-            f"the optimizer's state of {held[0]} is also used outside of the optimizer: a variable, or a result of "
-            "state_dict(), is the same dict as optimizer.state[p], and would have old values during the run. Delete "
-            "that variable or result, and call state_of(p) of the optimizer that offload() returns instead"
+            f"the optimizer's state of {held[0]} is also used outside of the optimizer: other code, such as a variable "
+            "or a result of state_dict(), refers to the dict optimizer.state[p], which would have old values during "
+            "the run. Delete that reference, and call state_of(p) of the optimizer that offload() returns instead"
         )
 
 
@@ -63,9 +63,10 @@ def _references(mapping: Mapping[Any, Any], key: Any) -> int:
 
 
 def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> None:
-    """Empties the state of the original optimizer, and makes later accesses to the state raise UsageError.
+    """Empties the state of the original optimizer, and makes later lookups in the state raise UsageError.
 
-    A tensor of the old state that other code still refers to raises on access, too.
+    If other code still refers to a tensor of the old state, access to the tensor raises an error, too, unless several
+    parameters share the tensor.
     """
     state = optimizer.state
     # Counts in how many states and attributes of the optimizer each value occurs. A value that occurs several times,

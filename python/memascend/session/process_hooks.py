@@ -123,7 +123,10 @@ def _residencies(module: torch.nn.Module) -> list[Residency]:
 
 
 def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    """Replaces `torch.nn.Module.state_dict()`: values of offloaded parameters are copies that no later step changes."""
+    """Replaces `torch.nn.Module.state_dict()`: values of offloaded parameters are copies that no later step changes.
+
+    With `keep_vars=True`, the values are the parameters themselves.
+    """
     if options.get("keep_vars") or state_dicts.being_made:
         return _STATE_DICT(module, *args, **options)
     with replaced(state_dicts, "being_made", value=True):
@@ -136,7 +139,10 @@ def _make_state_dict(module: torch.nn.Module, *args: Any, **options: Any) -> Any
 def _load_state_dict(
     module: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False, **options: Any
 ) -> Any:
-    """Replaces `torch.nn.Module.load_state_dict()`: commits the values loaded into offloaded parameters."""
+    """Replaces `torch.nn.Module.load_state_dict()`: commits the values loaded into offloaded parameters.
+
+    Rejects `assign=True` for a module with offloaded parameters.
+    """
     with contextlib.ExitStack() as loads:
         for residency in _residencies(module):
             if assign:

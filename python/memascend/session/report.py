@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from memascend.session.run import Run
 
 
-# The keys of `Report.seconds` that count time in which the training loop waits: for units, for space in the queue of
-# gradients, and for the rest of a step.
+# The keys of `Report.seconds` for the time in which the training loop does not compute: it waits for units, passes
+# gradients on (and waits for space in their queue), or is in `step()`.
 WAITING = ("waiting for units", "handing on gradients", "step()")
 # The number of steps that `Measurements` times, after the first step, to estimate the gain of a larger budget.
 _MEASURED_STEPS = 2
@@ -59,8 +59,8 @@ class Report:
     owners: dict[str, Owner]  # host memory by owner
     budget: int  # the budget of host memory in force, in bytes
     object_bytes: int  # estimated bytes of the Python and torch objects of all parameters, which no budget limits
-    read: dict[str, int]  # bytes read by kind; "other" has the catalog, and values that user code read
-    written: dict[str, int]  # bytes written by kind; `offload()` wrote "first values"
+    read: dict[str, int]  # bytes read by kind; "other": all other reads, such as those of `save()` and `state_of()`
+    written: dict[str, int]  # bytes written by kind; "first values": all bytes that `offload()` wrote
     ram_tier: int  # bytes that were taken from the RAM tier instead of being read from storage
     seconds: dict[str, float]  # seconds by stage; stages overlap, so they do not add up to "wall"
     steps: int  # number of steps committed since `offload()` returned
@@ -68,7 +68,8 @@ class Report:
     in_memory: TorchBytes  # bytes of the same training without offloading
     # number of steps whose updates began before `step()`, because recent steps did not clip or change gradients
     early: int = 0
-    anew: int = 0  # number of `early` steps that repeated their updates, because they did clip or change gradients
+    # number of `early` steps that repeated updates, because they clipped gradients, or changed gradients or options
+    anew: int = 0
     # number of steps that left updates to the next step, because the updates needed the norm of all gradients first
     deferred: int = 0
     deferred_to: str = ""  # the part of the next step that now writes deferred updates: "forward" or "backward"
@@ -99,10 +100,10 @@ class Report:
 
     @property
     def waited(self) -> float:
-        """The fraction of the run in which training waited for the drive; 0.0 if computation took longer than I/O.
+        """An estimate of the fraction of the run in which training waited for the drive, by the keys of `WAITING`.
 
-        Computation took longer if the update stages "applying", "computing" and "sealing" together took more time than
-        "reading" and "writing" together.
+        0.0 before the first step, and if the update stages "applying", "computing" and "sealing" together took more
+        time than "reading" and "writing" together: then the drive is not the limit.
         """
         taken = self.seconds
         moving = sum(taken.get(f"update, {stage}", 0.0) for stage in ("reading", "writing"))
@@ -127,11 +128,11 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns all figures as JSON values.
 
-        Some keys exist only under a condition. "device": a device computes the model. "ram_tier" and "log": some
-        parameters are kept in RAM. "early": updates began before `step()`. "deferred": steps deferred updates to the
-        next step's "forward" or "backward". "ranks": the run has several ranks. Inside "log", the key "wanted" exists
-        if the log holds fewer steps than planned, and the key "unlogged" exists if the log had no space for some
-        updates.
+        Some keys exist only under a condition. "device": a device computes the model. "ram_tier": reads were saved by
+        parameters kept in RAM. "log": the plan has a gradient log. "early": updates began before `step()`. "deferred":
+        steps deferred updates to the next step's "forward" or "backward". "ranks": the run has several ranks, and made
+        a step. Inside "log", the key "wanted" exists if the log holds fewer steps than planned, and the key "unlogged"
+        exists if the log had no space for some updates.
         """
         found = {
             "host": _as_json(self.owners, self.budget),

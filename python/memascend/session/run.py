@@ -47,7 +47,7 @@ class Resources:
     engine: Engine
     units: UnitMemory
     activations: Activations | None
-    release: Callable[[], None]  # ends the run's share in process-wide hooks
+    release: Callable[[], None]  # ends the run's share in process-wide hooks, and its exchange with other ranks
     temporary: bool  # True if the store's file is unlinked, so that its data is lost when the process ends
     closed: bool = False
     process: OwnProcess = field(default_factory=OwnProcess)
@@ -67,8 +67,8 @@ class Resources:
     def _write_in_ram(self) -> None:
         """Writes the RAM tier to storage, before the store is closed.
 
-        Without a gradient log, only RAM has the trained values of these records. So a first Ctrl-C does not stop the
-        write, and a second Ctrl-C abandons the store.
+        With a gradient log, Ctrl-C stops the write. Without a log, only RAM has the trained values of these records. So
+        after a first Ctrl-C the write is continued, and a second Ctrl-C abandons the store.
         """
         with Progress("writing parameters kept in RAM to storage", 0) as progress:
             try:
@@ -76,13 +76,13 @@ class Resources:
             except KeyboardInterrupt:
                 if self.store.info()["log_steps"]:
                     _log.info(
-                        "interrupted while parameters kept in RAM are written. Nothing is lost: the store's gradient "
-                        "log has their updates, and a resume repeats them"
+                        "interrupted while parameters kept in RAM were written to storage. Nothing is lost: the "
+                        "store's gradient log has their gradients, and a resume repeats their updates"
                     )
                     raise
                 _log.warning(
-                    "interrupted while trained parameters are written to storage. Only memory has these parameters, "
-                    "so the write continues; another Ctrl-C drops them and the store"
+                    "interrupted while trained parameters were written to storage. Only memory has these parameters, "
+                    "so the write continues; another Ctrl-C drops them and makes the store unusable"
                 )
                 try:
                     self.store.write_applied(progress.reached)
@@ -92,7 +92,7 @@ class Resources:
                 raise
 
     def values_changed(self) -> None:
-        """Records that a step was committed. `close()` of a temporary store warns unless user code reads the values."""
+        """Records that a step was committed. If no code reads the values, `close()` of a temporary store then warns."""
         self._unread = True
 
     def values_read(self) -> None:
@@ -106,14 +106,17 @@ class Resources:
         self.process.require_here()
 
     def warn_if_lost(self) -> None:
-        """Warns once if the store's file was deleted, moved or replaced: the data may be lost when the process ends."""
+        """Warns once if the store's file was deleted, moved, truncated or replaced, because its data may be lost."""
         lost = None if self._warned_of_loss else self.store.lost()
         if lost is not None:
             self._warned_of_loss = True
             warn(str(lost))
 
     def close(self) -> None:
-        """Waits for I/O, drops uncommitted values, frees all memory. A second call does nothing."""
+        """Waits for I/O, writes the RAM tier to storage, drops uncommitted values, and frees all memory.
+
+        A second call does nothing. The RAM tier of a temporary store is not written.
+        """
         if self.closed:
             return
         self.closed = True
@@ -131,8 +134,8 @@ class Resources:
             last_first.callback(self.engine.close)
         if self.temporary and self._unread:
             warn(
-                "the trained weights are lost: they were in a temporary store, and no code read them before close(). "
-                "Pass storage= to offload(), or save model.state_dict() before close()"
+                "the trained weights are lost: they were in a temporary store, and no code read them after the last "
+                "step. Pass storage= to offload(), or save model.state_dict() before optimizer.close()"
             )
 
 
@@ -169,8 +172,9 @@ class Metadata:
         self._constant = {**arithmetic.committed(), **({"host_memory": budget} if budget else {})}
         self.scale = scale
         self.user_state: Any = store.user_state
-        # The number of `with` blocks that changed values outside of a step (`edit()` and others) since the last step.
-        # After a resume, a trainer's program runs these blocks again, and `Edits.repeat` drops their changes.
+        # The number of blocks (uses of `edit()` and other doors, see `value_edits`) that ended since the last step.
+        # After a resume, a trainer's program runs these blocks again, and `Edits.repeat` makes the run drop their
+        # changes.
         self.blocks: int = (store.hyperparameters or {}).get("blocks", 0)
         # A trainer's position after the last step, as text; None without a trainer.
         self.position: str | None = (store.hyperparameters or {}).get("position")
@@ -194,10 +198,10 @@ class Metadata:
         self.position = position
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Returns the metadata of a commit as JSON.
+        """Returns the metadata of a commit as JSON values.
 
         The metadata has the options of groups, attributes that the optimizer's steps change, loss scale, schedulers,
-        the trainer's position and the number of blocks.
+        the trainer's position and the number of blocks. The entries of `_constant` are equal in all commits of a run.
         """
         attributes = self.arithmetic.attributes()
         return {
@@ -216,7 +220,7 @@ class Metadata:
             size = len(json.dumps(value).encode())
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"user_state must be a JSON value, such as numbers, text, lists and dicts: {error}"
+                f"user_state must be a JSON value, made of numbers, text, lists and dicts: {error}"
             ) from error
         if size > _USER_BYTES_MAX:
             raise ConfigError(
@@ -229,7 +233,7 @@ class Metadata:
     def has_new_options(self) -> bool:
         """True if options of groups changed since this run's last step, other than by an attached scheduler."""
         if not self.made:
-            # Before the first step, only the constructors of schedulers have set options.
+            # Before this run's first step, a difference may come from a scheduler's constructor, which sets options.
             return False
         stored = (self._store.hyperparameters or {}).get("groups")
         now = json.loads(json.dumps([options_of(group) for group in self.groups]))
@@ -250,7 +254,12 @@ class Metadata:
         return identity is not None and identity in (self.identity(), self._origin)
 
     def require(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises UsageError for a state dict of a different position, and ValueError for one with different groups."""
+        """Rejects a state dict that does not fit.
+
+        Raises:
+            UsageError: the state dict is of a different position, or not of an offloaded optimizer.
+            ValueError: the state dict has different groups.
+        """
         here, given = self.identity(), state_dict.get("memascend")
         if given is None:
             raise UsageError(
@@ -274,7 +283,7 @@ class Metadata:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores of the run: position, hyperparameters, `user_state`, optimizer's name."""
+        """Returns the run's entries for a checkpoint: position, hyperparameters, `user_state`, optimizer's name."""
         return {
             **self.identity(),
             # The budget is left out: it fits this machine, and another machine may use the checkpoint.
@@ -286,7 +295,7 @@ class Metadata:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """The parts of a run that do not refer to the user's model and optimizer."""
+    """The parts of a run that `Session`, `Edits`, `Saving` and `Measurements` share."""
 
     resources: Resources  # store, engine and memory
     residency: Residency  # brings parameters into memory and evicts them
@@ -303,7 +312,8 @@ class Run:
     def require_quiet(self, *, loads: bool = False) -> None:
         """Raises if a step is staged, a unit is in use or a copy was written to; then waits for pending writes.
 
-        With `loads`, the caller loads a state dict. A write of user code to that state dict is then no error.
+        If user code has set every `p.grad` to None, first drops the staged updates. With `loads`, the caller loads a
+        state dict. A write of user code to that state dict is then no error.
         """
         self.require_open()
         self.residency.copies.require_unwritten(loads=loads)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _BYTES_MAX = 32 << 10
 # State entries that may change although the scheduler did not advance: accelerate's wrapper counts every call.
 _COUNTS = frozenset({"_step_count", "_is_initial", "_get_lr_called_within_step"})
-# State entries that tell how far a scheduler has advanced. All other entries depend only on the arguments with which
-# the scheduler was made.
+# State entries that tell how far a scheduler has advanced. All other entries of a fresh state depend only on the
+# arguments with which the scheduler was made, and on the optimizer's options at that time.
 _PLACE = _COUNTS | {"last_epoch", "_last_lr", "T_cur", "T_i"}
 # Options of groups that torch's schedulers set once, from their arguments or from the learning rate.
 _SET_ONCE = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
@@ -69,7 +69,7 @@ class _Snapshot:
 
 @dataclass(eq=False)
 class Schedule:
-    """Advances the learning rate schedulers of a run in `step()`, stores them in commits, restores them at a resume.
+    """Advances a run's learning rate schedulers in `step()`, stores them in commits, and restores them at a resume.
 
     `step()` calls `advance` after the updates of the step have begun and before the commit. The commit holds the new
     options and the schedulers' new state, so if the process is killed at any moment, the store has updates and
@@ -81,21 +81,23 @@ class Schedule:
     _groups: Sequence[dict[str, Any]]
     _given: Sequence[Mapping[str, Any]]
     _store: Store
-    _resumed: bool  # True if the store's values come from an earlier process
+    _resumed: bool  # True if the store's values come from the stores of an earlier run
     _schedulers: tuple[Any, ...] = ()
     _fresh: list[dict[str, Any]] = field(default_factory=list)  # fresh states of `_schedulers`; [Note: fresh states]
     _options: set[str] = field(default_factory=set)  # names of the group options that schedulers have changed in steps
     _now: _Snapshot | None = None  # the snapshot for the next commit; None without schedulers
-    _before: _Snapshot | None = None  # the snapshot before the last `advance`; None if there were no schedulers
+    # the snapshot before the last `advance`; None without schedulers, and between `begin_step` and `advance`
+    _before: _Snapshot | None = None
     _stepped: bool = False  # True once this run has called `advance`, unless `take_back` has undone the call
     _had_stepped: bool = False  # the value of `_stepped` before the present step
 
     # --- attaching schedulers --------------------------------------------------------------
 
     def attach(self, given: Sequence[Any], *, restore: bool) -> None:
-        """Makes `given` the run's schedulers, in place of earlier ones; `restore` loads the stored states of `given`.
+        """Makes `given` the run's schedulers, in place of earlier ones.
 
-        If a scheduler is rejected, nothing changes.
+        `restore`: before this run's first step, loads the stored states of `given`. If a scheduler is rejected, nothing
+        changes.
         """
         schedulers = tuple(map(_unwrapped, given))
         own = {id(group) for group in self._groups}
@@ -180,12 +182,12 @@ class Schedule:
             found += _differences(_fresh(one), entries, {*_PLACE, *inherited, *one.get("moved", ())})
         if found:
             raise ConfigError(
-                f"{titles} has different arguments than in the stored run: "
+                f"{titles} has different arguments or learning rates than in the stored run: "
                 f"{', '.join(sorted({*found})[:3])}{' and more' if len({*found}) > 3 else ''}. {instead}"
             )
 
     def _other_options(self, groups: Sequence[Mapping[str, Any]], stored: Mapping[str, Any]) -> list[str]:
-        """Describes each group option that a scheduler's constructor set and that differs from the stored option."""
+        """Describes initial learning rates and options set by schedulers' constructors that differ from the store."""
         rates = [] if _begins_rates(stored) else stored.get("rates", [])
         found = [
             (number, "initial_lr", *pair)
@@ -257,7 +259,7 @@ class Schedule:
         warn(f"{words}: {_PAGE} shows how to resume exactly")
 
     def _changed(self) -> str | None:
-        """Describes a scheduler that other code advanced since the last step; returns None if there is none."""
+        """Describes a scheduler whose state changed since the last step; returns None if there is none."""
         for scheduler, known in zip(self._schedulers, self._now.entries if self._now else (), strict=True):
             found = _differences(known, _entries(scheduler), _COUNTS)
             if found:
@@ -325,7 +327,7 @@ class Schedule:
 
     @property
     def is_foreign(self) -> bool:
-        """True if other code advanced a scheduler since the last step."""
+        """True if a scheduler's state changed since the last step: other code advanced it, or `rewind` was called."""
         return self._changed() is not None
 
 
@@ -372,7 +374,7 @@ def _require_scheduler(scheduler: Any, number: int) -> None:
 
 
 def steps_alone(scheduler: Any) -> bool:
-    """True if a scheduler's `step()` can be called without arguments, such as a metric."""
+    """True if a scheduler's `step()` needs no argument. `step()` of ReduceLROnPlateau needs a metric, for example."""
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:

@@ -1,10 +1,9 @@
 """Implements step(), zero_grad(), backward(), accumulate() and close() of an offloaded optimizer.
 
-[Note: when the norm is known] With a loss scale or `max_grad_norm`, the updates depend on the norm of all gradients, so
-`_step` computes the norm before the updates (`_norm_comes_first`). Otherwise each update sums the squares of its
-gradient as it runs, and `_norm` adds these sums: before the commit if gradients were kept until step()
-(`_norm_precedes_commit`), else after the commit. If the norm is not finite, `_drops` can drop the step before the
-commit; after the commit, `_committed` can only warn.
+[Note: when the norm is known] With a loss scale or `max_grad_norm`, the updates depend on all gradients, so `_step`
+computes the norm before it calls `update_all` (`_norm_comes_first`). Otherwise each gradient is measured as it is
+stored or used, and `_norm` adds these measures: before the commit if `_norm_precedes_commit`, else after the commit. If
+the norm is not finite, `_drops` can drop the step before the commit; after the commit, `_committed` can only warn.
 """
 
 from __future__ import annotations
@@ -76,17 +75,17 @@ class Session:
     # Norm of the last step's gradients; None before the first step.
     grad_norm: float | None = None
     overflowed: bool = False
-    # True if the norm of the last commit's gradients is not finite, and the user did not pass nonfinite="commit".
+    # True if the norm of the last committed step is not finite, and the user did not pass nonfinite="commit".
     _is_suspect: bool = False
-    # The error that `step` raises once all ranks have dropped the step.
+    # The error for a step that `_drops` dropped. `step` raises the error after the `preparing` block.
     _rejection: UsageError | None = None
 
     # --- forwards -------------------------------------------------------------------------
 
     def entered(self, module: torch.nn.Module, *, outermost: bool) -> None:
-        """Prepares for a module's forward. `outermost` is True if the model's forward begins with this module.
+        """Prepares for a module's forward. `outermost` is True if this thread is inside no other module of the model.
 
-        A module hook calls this method whenever a module of the model is entered.
+        `Frames.enter` calls this method before it materializes the module's units.
         """
         if self.run.resources.units.device is not None:
             # Only a CUDA device can capture graphs.
@@ -122,8 +121,9 @@ class Session:
     ) -> list[Any]:
         """Computes the losses and gradients of all micro-batches of a step; see `OffloadedOptimizer.accumulate`.
 
-        With `seeded`, each micro-batch that is computed by layer gets its own random seed. Without `seeded`, no
-        micro-batch may draw random numbers.
+        With `by_layer` and `seeded`, each micro-batch gets its own random seed. With `by_layer` but without `seeded`,
+        the first call watches for random numbers. If micro-batches draw them, all calls compute one micro-batch after
+        the other; if only a later call draws them, it raises UsageError.
         """
         self.run.resources.require_open()
         if self.run.frames.inside:
@@ -151,12 +151,12 @@ class Session:
             raise
 
     def schedule(self, schedulers: Sequence[Any], *, restore: bool) -> None:
-        """Attaches schedulers, which every later step advances; `restore` loads their stored state."""
+        """Attaches schedulers, which each committed step then advances; `restore` loads their stored state."""
         self.run.require_quiet()
         self.run.metadata.schedule.attach(schedulers, restore=restore)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Commits the step, or drops it if its gradients are not finite (see `_drops`).
+        """Commits the step, or drops it because of its norm (see `_drops`); does nothing if no gradient exists.
 
         `optimizers`: the optimizers for which the user may have made schedulers.
         """
@@ -178,7 +178,7 @@ class Session:
             self.run.resources.warn_if_lost()
 
     def _prepared_step(self) -> bool:
-        """Rejects a call at a wrong moment, then makes the step; returns True if it was committed."""
+        """Checks that a step may be made now, and makes it; returns True if the step was committed."""
         device = self.run.resources.units.device
         if device is not None:
             device.require_no_capture()
@@ -192,10 +192,7 @@ class Session:
             return self._step()
 
     def _step(self) -> bool:
-        """Makes and commits the step; returns False if no gradient exists, or if the step was dropped.
-
-        A step is dropped if its gradients are not finite; see `_drops`.
-        """
+        """Makes and commits the step; returns False if no gradient exists, or if `_drops` dropped the step."""
         run, gradients, metadata = self.run, self.run.gradients, self.run.metadata
         engine = run.resources.engine
         present = self._present()
@@ -252,10 +249,11 @@ class Session:
         return None if self.sharding is None else self.sharding.exchange
 
     def _of_all_ranks(self, present: bool, own: Numbers) -> tuple[bool, Numbers]:
-        """Exchanges sums of squares of gradients; returns whether any rank has gradients, and the sums of all ranks.
+        """Returns whether any rank has gradients, and the `Numbers` of the gradients of all ranks.
 
-        A rank has no gradients if it has no rows of the parameters that were used. The exchange also sends the figures
-        of reports, and checks that all ranks made the same gathers and reductions.
+        A rank may have no gradients because it has no rows of the parameters that were used. The exchange also sends
+        the figures of reports, and checks that all ranks made the same gathers and reductions, and that replicas
+        computed with the same values.
         """
         if self.sharding is None or self.figures is None:
             return present, own
@@ -275,8 +273,9 @@ class Session:
     def _drops(self, present: Present, norm: float, bad: bool = False) -> bool:
         """Decides whether to drop the step because of its norm; if so, drops its updates and returns True.
 
-        The gradients stay in `p.grad`. `bad` is True if a gradient is not finite. The norm may overflow although all
-        gradients are finite.
+        The gradients stay in `p.grad`. Under `nonfinite="raise"`, sets `_rejection`, unless a loss scale drops the
+        step. `bad`, which only a loss scale needs, is True if a gradient is not finite. The norm may overflow although
+        all gradients are finite.
         """
         gradients, scale = self.run.gradients, self.run.metadata.scale
         self.grad_norm = norm
@@ -293,7 +292,7 @@ class Session:
         return True
 
     def _nonfinite_message(self, norm: float, names: Sequence[str]) -> str:
-        """Returns the text of the error for a norm that is not finite; `names` are the parameters that cause it."""
+        """Returns the error text for a norm that is not finite; `names` are the parameters with such gradients."""
         step = self.run.metadata.step
         found = f" (not finite: {listed(names)})" if names else ""
         where = "weights and optimizer state" if self.run.resources.temporary else "the store and the weights"
@@ -307,8 +306,8 @@ class Session:
     def _norm(self, present: Present) -> Callable[[], float]:
         """Returns a function that computes the norm of this step's gradients.
 
-        The function uses the sums of squares that the updates computed, and reads no gradient. With several ranks, it
-        may be called only after the next message of `figures`, which adds the sums of all ranks.
+        The function uses the measures of the gradients that `update_all` has used, and reads no gradient from storage.
+        With several ranks, it may be called only after the next message of `figures`, which adds the sums of all ranks.
         """
         gradients, figures = self.run.gradients, self.figures
         if figures is None:
@@ -318,7 +317,7 @@ class Session:
         return lambda: gradients.norm(of_all_ranks(own, sums, figures)[1])
 
     def _present(self) -> Present:
-        """Returns the present gradients; raises UsageError if a step with these gradients would not be exact."""
+        """Returns the present gradients; raises UsageError if step() cannot use them, or would not be exact."""
         run, gradients, copies = self.run, self.run.gradients, self.run.residency.copies
         present = gradients.present()
         copies.require_unwritten()
@@ -327,8 +326,8 @@ class Session:
             return present
         if not gradients.is_staged():
             raise UsageError(
-                "step() was called again with gradients that the last step() has used already: call zero_grad() after "
-                "each step(), and backward() before the next step()"
+                "step() was called again with gradients that the last step() has already used or dropped: call "
+                "zero_grad() after each step(), and backward() before the next step()"
             )
         run.residency.require_idle("step()")
         run.buffers.require_same_kinds()
@@ -338,16 +337,15 @@ class Session:
 
     @property
     def _norm_comes_first(self) -> bool:
-        """True if the updates need the norm of all gradients first; False if the updates run first."""
+        """True if `_step` measures all gradients before it calls `update_all`."""
         return self.run.metadata.scale.enabled or self.max_grad_norm is not None
 
     @property
     def _norm_precedes_commit(self) -> bool:
-        """True if `_step` computes the norm before the commit.
+        """True if `_step` computes the norm before the commit, although the updates do not need it.
 
-        `_step` may do so if gradients were kept until step(), because the updates have measured all gradients by then.
-        It must do so under `nonfinite="skip"`, and for a trainer, which logs the norm of each committed step even if
-        the process is killed after the commit.
+        `_step` does so if gradients were kept until step(). It must do so under `nonfinite="skip"`, and for a trainer,
+        which logs the norm of each committed step even if the process is killed after the commit.
         """
         kept = self.run.gradients.loop.mode != "fused"
         return kept or self.run.metadata.commits_position or self.nonfinite == "skip"
@@ -377,13 +375,13 @@ class Session:
         )
 
     def _refuse_written(self) -> None:
-        """Rejects the step if user code wrote in place to values while the model computed with them."""
+        """Rejects the step if code wrote in place to values with which the model computed."""
         self.run.residency.units.find_written(self.run.residency.units.all)
         if self.run.residency.units.written:
             names = ", ".join(sorted(self.run.residency.units.written))
             raise UsageError(
-                f"the values of {names} were written to in place while the model computed, but storage does not have "
-                f"this change. Call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
+                f"the values of {names} were written to in place, in a forward or through a view from a forward, but "
+                f"storage does not have this change. Call zero_grad(), and then {DOORS} ({BEFORE_FORWARD})"
             )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
@@ -393,7 +391,8 @@ class Session:
         self.run.resources.process.require_here()
         self.run.frames.unwind()
         if self.run.gradients.is_staged():
-            # Forget in-place writes of this step's forward: only this discarded step has used the written values.
+            # Forget in-place writes of this step's forward: only the gradients that this call drops or zeroes come from
+            # the written values.
             self.run.residency.units.written.clear()
         if set_to_none:
             self.run.discard()
@@ -422,7 +421,10 @@ class Session:
     # --- the end -------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Keeps the last commit, drops uncommitted changes, frees all memory; does nothing in a forked child."""
+        """Commits changed buffers and options (`_commit_rest`), drops other uncommitted changes, frees all resources.
+
+        Does nothing in a forked child, and in a second call.
+        """
         if self.run.resources.closed or self.run.resources.process.is_elsewhere:
             return
         self.run.frames.unwind(all_of_it=True)
@@ -438,9 +440,9 @@ class Session:
     def _commit_rest(self) -> None:
         """Commits persistent buffers and options of groups that changed since the last step.
 
-        It commits nothing while an exception is handled, since a resumed loop repeats the interrupted step. It commits
-        nothing if the norm of the last step is not finite, since the commit would overwrite the commit before that
-        step.
+        It commits nothing for a temporary store, and with several ranks. It commits nothing while an exception is
+        handled, since a resumed loop repeats the interrupted step. It commits nothing if `_is_suspect`, since the
+        commit would overwrite the commit before the last step.
         """
         run, metadata, store = self.run, self.run.metadata, self.run.resources.store
         if run.resources.temporary or sys.exc_info()[0] is not None or self._is_suspect:
@@ -458,11 +460,11 @@ class Session:
         engine.commit(metadata.step, user_state=store.user_state, hyperparameters=hyperparameters)
 
     def _catch_up(self) -> None:
-        """Makes the deferred updates of the last step, so that the store needs no log.
+        """Makes the deferred updates of the last step, so that a resume need not replay them.
 
         If the log has the gradients of these updates, a resume can make the updates instead. So with a log, this method
-        ignores errors of storage. With a log, it also makes no updates after an exception, or if the norm of the last
-        step is not finite: the updates would overwrite the commit before that step.
+        logs a MemascendError instead of raising it. With a log, it makes no updates while an exception is handled, and
+        none if `_is_suspect`: the updates would overwrite the commit before the last step.
         """
         store, engine = self.run.resources.store, self.run.resources.engine
         if not engine.is_behind or self.run.resources.temporary:
@@ -477,8 +479,8 @@ class Session:
             if not is_logged:
                 raise
             _log.info(
-                "the updates of the last step were not made, but the log has their gradients, and a resume makes the "
-                "updates: %s",
+                "deferred updates of the last step were not made. Nothing is lost: the store's gradient log has their "
+                "gradients, and a resume makes the updates (%s)",
                 error,
             )
 
@@ -505,7 +507,7 @@ class Session:
                 return True
         except MemascendError as error:
             why = str(error)
-        warn(f"buffers of the model changed after the last step, and close() does not keep these changes: {why}")
+        warn(f"close() does not keep changes of the model's buffers since the last step: {why}")
         return False
 
     def _close(self) -> None:

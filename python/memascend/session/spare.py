@@ -49,8 +49,8 @@ class Turn:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             _log.warning(
-                "no lock for host_memory='auto' (%s), so runs that start at the same time may plan with the same free "
-                "memory: give each run a size of its own as host_memory=",
+                "the lock for host_memory='auto' cannot be opened (%s), so runs that start at the same time may plan "
+                "with the same free memory. To prevent this, give each run a size of its own as host_memory=",
                 error,
             )
             return
@@ -65,8 +65,9 @@ class Turn:
                 return
         os.close(descriptor)
         _log.warning(
-            "another run holds the lock on %s, so this run continues without it: both runs may plan with the same "
-            "free memory. To prevent this, give each run a size of its own as host_memory=",
+            "the lock on %s cannot be taken, perhaps because another run holds it, so this run continues without it: "
+            "both runs may plan with the same free memory. To prevent this, give each run a size of its own as "
+            "host_memory=",
             folder,
         )
 
@@ -83,17 +84,17 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
     """Replaces `host_memory="auto"` in the options by a budget of this run. Returns other options unchanged.
 
     A resume uses the budget that its store recorded, if that much memory is free. All ranks use the smallest budget of
-    all ranks. When this function returns, one rank of each machine holds `turn`. The caller must end `turn` once the
-    ranks have allocated their memory.
+    all ranks. When this function returns a budget, one rank of each machine holds `turn`, if it could take the lock.
+    The caller must end `turn` once the ranks have allocated their memory.
 
     Raises:
-        ConfigError: some ranks have `host_memory="auto"`, and others a budget.
+        ConfigError: some ranks, but not all, have `host_memory="auto"`.
     """
     host = socket.gethostname()
     found = exchange.all_values([host, options.spare is not None])
     if any(one != found[0][1] for _, one in found):
         raise ConfigError(
-            'some ranks have host_memory="auto", and other ranks have a budget: pass the same host_memory= on all ranks'
+            'some ranks have host_memory="auto", but other ranks do not: pass the same host_memory= on all ranks'
         )
     if options.spare is None:
         return options

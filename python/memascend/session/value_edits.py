@@ -157,8 +157,8 @@ class Edits:
             run.require_quiet()
             if len(given) != len(found) or any(now is not was for now, was in zip(given, found, strict=True)):
                 raise UsageError(
-                    "tensors in the list of edit() were replaced by other tensors: write new values into the tensors "
-                    "of the list with copy_()"
+                    "the list of edit() no longer has the tensors that it had at the beginning of the block: write "
+                    "new values into these tensors with copy_()"
                 )
             for name, place in named.items():
                 self._stage_edited(edit, place, own[name], begun[name])
@@ -176,8 +176,8 @@ class Edits:
             return
         if self.run.residency.read_into(place, lambda stored: checksum(stored, place)) != begun:
             raise UsageError(
-                f"{place.name!r} was changed by a step, a load or another edit() inside this edit(), whose values are "
-                "outdated and were dropped: let each edit() end before the next change"
+                f"{place.name!r} was changed in another way (such as a step, a load or another edit()) inside this "
+                "edit(), whose values are outdated and were dropped: let each edit() end before the next change"
             )
         self.stage(edit, place, values)
 
@@ -301,7 +301,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
     """Runs `train()` or `eval()` of the optimizer (`mode`), and adds the resulting changes to the last committed step.
 
     Raises:
-        UsageError: a step is staged.
+        UsageError: a step is staged, a unit is in use, or code wrote to a copy of a weight.
         StorageError: storage failed; the last commit is intact.
     """
     run, metadata, engine = edits.run, edits.run.metadata, edits.run.resources.engine
@@ -310,7 +310,7 @@ def switch_mode(edits: Edits, mode: str) -> None:
         run.gradients.catch_up()
         changed = metadata.arithmetic.switched(mode)
         if not changed:
-            # The optimizer is in that mode already.
+            # `mode` changes nothing, for example because the optimizer is in that mode already.
             return
         with run.residency.turns.alone(), edits.edit(with_buffers=False) as edit:
             edit.undo.callback(engine.discard)

@@ -1,12 +1,12 @@
 """Stores training state on SSD and updates it in a pipeline: the Python side of the Rust store and engine.
 
 `Store` and `Engine` subclass the extension's classes. The subclasses add methods that take or return tensors, convert
-the extension's tuples and texts to Python values and errors, and make the commits of several ranks. `records` describes
-the contents of a store; `formats` describes the formats of optimizer state on storage and converts state to float32.
-`memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
+the extension's tuples and texts to Python values and errors, and make commits together with other ranks. `records`
+describes the contents of a store; `formats` describes the formats of optimizer state on storage and converts state to
+float32. `memascend.engine` is the public name of this package, and `_core.pyi` documents the extension's own methods.
 
-Invariant: this package checks every tensor against the record's description (device, dtype, shape, order of dimensions)
-before it passes the tensor to Rust, and keeps the tensor alive until Rust has finished with it.
+Invariant: this package or the extension checks every tensor against the record's description (device, dtype, shape,
+order of dimensions) before Rust code uses the tensor's memory. The memory stays alive until that code has finished.
 
 This package knows no model, module or optimizer of torch, and makes no plan.
 """

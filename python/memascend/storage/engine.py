@@ -87,8 +87,8 @@ def adapter(
 def _take_threads(threads: int) -> None:
     """Sets the number of threads that torch uses in calls from the current thread.
 
-    torch keeps a separate number for each thread, and a new thread begins with the number of processors. The last bits
-    of LAPACK's results depend on this number. So the engine's thread must use the number of the thread that called
+    torch keeps a separate number for each thread, and a new thread begins with torch's default. The last bits of
+    LAPACK's results depend on this number. So the engine's threads must use the number of the thread that called
     `apply`.
     """
     import torch
@@ -178,7 +178,7 @@ class Engine(_core.Engine):
 
         Raises:
             ConfigError: a tensor does not match the record; nothing was begun.
-            StorageError: a job of this step failed; the step can only be discarded.
+            MemascendError: an earlier job of this step failed; the step can only be discarded.
         """
         record = self.store.record(name)
         given = dict(state or {})
@@ -211,29 +211,32 @@ class Engine(_core.Engine):
     ) -> None:
         """Queues an update by a Python function; returns when the queue has room for its gradient.
 
-        The engine's thread calls `function` under `no_grad` with the `Chunk`s of the record in order, and stages the
-        values and state that `function` writes there. It runs one function at a time. `function` must not wait for the
-        engine. The chunk's tensors are views of the engine's memory. If `function` keeps such a tensor, or a view of
-        it, after the call, the step fails: keep a `clone()` instead.
+        A thread of the engine calls `function` under `no_grad` with the `Chunk`s of the record in order. The engine
+        stages the values and state that `function` writes there, and runs one function at a time. `function` must not
+        wait for the engine. The chunk's tensors are views of the engine's memory. If `function` keeps such a tensor, or
+        a view of it, after the call, the step fails: keep a `clone()` instead.
 
         The engine refers to `gradient` and `values` (see `update`) until the update ends; do not change them meanwhile.
         Without `gradient`, the engine uses the spilled gradient. `step` is the number of this update of the record,
         from 1.
 
-        `whole` passes the record in one chunk, of the record's shape, in the memory that `Engine(whole=)` reserves. If
-        the record's format has a master, state that is stored in fewer bits is passed in float32 (the moments and, for
-        16-bit values, "master"), and encoded again afterwards. 16-bit values then become the rounded master, whatever
-        the function wrote to the values. The engine reads and writes other records while the function computes.
+        `whole` passes the record in one chunk, of the record's shape, in the memory that `Engine(whole=)` reserves. In
+        most formats with a master (see `is_widened`), state that is stored in fewer bits is passed in float32 (the
+        moments and, for 16-bit values, "master"), and encoded again afterwards. 16-bit values then become the rounded
+        master, whatever the function wrote to the values. The engine reads and writes other records while the function
+        computes.
 
         `after_commit` has an effect if the record is kept in RAM and the store's durability is "none": the engine calls
         the function after the commit, on the record in RAM, without any I/O. An exception there ends the run, so the
         function must not fail.
 
         Raises:
-            ConfigError: the gradient does not match the record, or the record needs more memory than `Engine(whole=)`
-                reserves; the message has both sizes. Nothing was begun.
+            ConfigError: `gradient` or `values` do not match the record, the record needs more memory than
+                `Engine(whole=)` reserves (the message has both sizes), or its format does not allow `whole`. Nothing
+                was begun.
             UsageError: no gradient was given and none is spilled. A later call also raises UsageError if the function
                 raised an exception, which is then the cause; the step can only be discarded.
+            MemascendError: an earlier job of this step failed; the step can only be discarded.
         """
         given = gradient.tensor if isinstance(gradient, Lent) else gradient
         before = gradient.order if isinstance(gradient, Lent) else None

@@ -38,12 +38,12 @@ def state_tensors(values: torch.Tensor, form: str, rule: Rule = "adam") -> dict[
 
     Of `values`, only dtype, shape and strides matter. `form` names the format of the master and then the format of the
     moments: "compact 8bit", for example. With "compact", the store has only those bits of the master that are lost when
-    the master is rounded to the values. With "stochastic", no master is stored. Otherwise the master is float32. The
-    moments are "bf16", "8bit" or otherwise float32. `rule` is "adam" with two moments, or "momentum" (SGD, Muon) with
-    one.
+    the master is rounded to the values. With "stochastic", no master is stored. Otherwise 16-bit values have a float32
+    master. The moments are "bf16", "8bit" or otherwise float32. `rule` is "adam" with two moments, or "momentum" (SGD,
+    Muon) with one.
 
     Raises:
-        ConfigError: values of this dtype cannot have state in the format `form`.
+        ConfigError: `form` is not a format, or values of this dtype cannot have state in this format.
     """
     import torch
 

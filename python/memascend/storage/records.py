@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Lent(NamedTuple):
-    """A gradient that the extension cannot read, and a function that copies parts of the gradient to host memory."""
+    """A gradient that the extension cannot read itself, and functions that copy it to host memory and wait for it."""
 
-    tensor: torch.Tensor  # the gradient, on any device, without gaps in the stored order of its parameter's dimensions
+    tensor: torch.Tensor  # the gradient, on any device; its strides follow the record's order, without gaps
     # The engine's thread calls `window` with (first byte, number of bytes). `window` returns (address, first byte,
     # number of bytes) of a range in host memory that contains the requested range; the address is a multiple of 8. The
     # range keeps its bytes until the engine calls `window` again, for this or another gradient.
@@ -65,8 +65,8 @@ def require(name: str, tensor: torch.Tensor, dtype: str, shape: list[int], order
 # The largest number of bytes of a chunk's state. One I/O request moves this number of bytes; slightly more bytes would
 # need a second, small request. Disks are slower with small requests.
 _REQUEST_BYTES = 1 << 20
-# The largest number of elements of a chunk. With chunks of this size, the staging chunks of an engine take at most
-# 16 MiB if gradients are 16-bit.
+# The largest number of elements of a chunk. With chunks of this size, the twelve staging chunks that an engine has by
+# default take at most 16 MiB if gradients are 16-bit.
 CHUNK_ELEMENTS = 98_304
 # The number of elements of a chunk is a multiple of this number.
 _CHUNK_GRAIN = 2_048
@@ -106,13 +106,13 @@ class Record:
 class Sizes:
     """The sizes of a store, in bytes."""
 
-    total_bytes: int  # disk space of the whole store
+    total_bytes: int  # disk space of the whole store, without a gradient log
     slot_bytes: int  # disk space of one of the two slots, for all values and state
     index_bytes: int  # host memory of an open store for the index, which grows with the state
-    buffer_bytes: int  # host memory of an open store for buffers, which do not depend on its contents
+    buffer_bytes: int  # host memory of an open store that does not grow with the state: catalog buffers, JSON values
     chunk_bytes: int  # host memory of one staging chunk of an `Engine`
-    other_bytes: int  # host memory of an `Engine` for state tensors whose shape differs from that of their record
-    unit_bytes: dict[str, int]  # bytes of the values of each unit, as `Store.fetch` reads them
+    other_bytes: int  # host memory of an `Engine` for state tensors that are not cut into chunks
+    unit_bytes: dict[str, int]  # bytes of the values of each unit, as `Engine.fetch` reads them
     # (bytes of values, bytes of state) of each record: `Store.hold` needs that much memory to keep the record in RAM.
     record_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -153,7 +153,7 @@ def log_bytes(records: Sequence[Record]) -> Callable[[Sequence[str], int], int]:
 def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
     """Returns the bytes by which a store grows so that updates of the records in `deferred` may be deferred.
 
-    Each record that may spill gets a second place for its gradient.
+    Each record that may spill gets a second place for its gradient, and the store gets a small gradient log.
     """
     units, described = description(records)
     numbers = [number for number, record in enumerate(records) if record.name in deferred]
@@ -163,7 +163,8 @@ def places_bytes(records: Sequence[Record], deferred: Collection[str]) -> int:
 def chunk_elements_of(records: Sequence[Record]) -> int:
     """Returns the default number of elements of a chunk.
 
-    It is the largest multiple of `_CHUNK_GRAIN` whose state fits one I/O request, and at most `CHUNK_ELEMENTS`.
+    It is the largest multiple of `_CHUNK_GRAIN` (for some records, of `PAGE_BYTES`) whose state fits one I/O request,
+    and at most `CHUNK_ELEMENTS`.
     """
     widths = [
         sum(tensor.element_size() for tensor in record.state.values() if tensor.shape == record.values.shape)

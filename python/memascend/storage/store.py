@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # A function that the store calls before a commit takes effect; it raises if not all ranks have staged the commit.
 Agree = Callable[[], object]
-# The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks.
+# The id of a run (16 bytes), the number and identity (16 bytes) of a commit, the rank, and the number of ranks of one
+# replica.
 CommitOfRank = tuple[bytes, int, bytes, int, int]
 # `commit_as` of a store or of its engine: takes the step, user state and hyperparameters as JSON texts, and with
 # several ranks a `CommitOfRank` and an `Agree`; returns the generation.
@@ -53,7 +54,7 @@ _Path = str | os.PathLike[str]
 
 
 def pending_file(file: Path) -> Path:
-    """Returns the name that a new store's file has before the first commit; that commit renames the file to `file`."""
+    """Returns the name of the file of a new store with one file until the first commit, which renames it to `file`."""
     return file.with_name(file.name + _core.PENDING_SUFFIX)
 
 
@@ -94,7 +95,7 @@ class Store(_core.Store):
         Args:
             paths: a folder, a file or a raw block device, or several of them, over which the store is striped.
             records: the contents of the store, grouped by unit.
-            optimizer: the optimizer's name; a store of another optimizer is rejected.
+            optimizer: the optimizer's name; a store of another optimizer is rejected, except with "replace".
             existing: what to do with an existing store. "refuse" raises. "resume" opens its last committed step.
                 "replace" creates a new store in its place. "previous" opens the commit before the last; storage keeps
                 the last commit until `go_back()` drops it, and nothing can be staged before that.
@@ -105,7 +106,8 @@ class Store(_core.Store):
         Raises:
             ConfigError: an argument is wrong, or an existing store does not fit, or `existing` does not allow an
                 existing store.
-            StorageError: a device is full, is in use or has foreign contents; nothing was changed.
+            StorageError: a device is full, is in use or has foreign contents, or the existing store is unclosed or of
+                another version; nothing was changed.
             CorruptionError: the existing store is damaged; the message says where.
         """
         units, described = description(records)
@@ -127,7 +129,7 @@ class Store(_core.Store):
         "previous" works until the next step begins, since each step overwrites the commit before the last.
 
         Raises:
-            ConfigError: `existing` is "previous", and the store has only one commit.
+            ConfigError: `existing` has another value, or is "previous" although the store has only one commit.
             StorageError: no store exists at `paths`, or the store is unfinished, unclosed or of another version, or one
                 of its devices is missing.
             CorruptionError: the store is damaged; the message says where, and whether the other commit may be
@@ -188,6 +190,7 @@ class Store(_core.Store):
         """Reads a record of the last commit; returns its values, and its state tensors by name.
 
         Raises:
+            StorageError: a device failed.
             CorruptionError: a checksum does not match.
         """
         values, state = room_for(self.record(name))
@@ -199,10 +202,11 @@ class Store(_core.Store):
         """Reads records of the last commit in the order of `names`, chunk by chunk, in a fixed amount of memory.
 
         `scan` calls `visit` for each chunk, with the record's name and the parts of the chunk: values and state of the
-        same elements. State whose shape differs from the record's shape is passed in separate calls. The memory of the
-        parts is reused after each call. `visit` must not commit.
+        same elements. State that is not cut into chunks is passed in separate calls after the record's chunks. The
+        memory of the parts is reused after each call. `visit` must not commit.
 
         Raises:
+            StorageError: a device failed.
             CorruptionError: a checksum does not match.
         """
         import torch
@@ -285,9 +289,9 @@ class Commit:
     """The result of verifying one commit of a store."""
 
     generation: int | None  # number of the commit; None if its root is damaged
-    step: int | None  # number of committed steps; None if its catalog is damaged
-    extents: int  # number of extents with a correct checksum
-    nbytes: int  # bytes of the extents with a correct checksum
+    step: int | None  # number of committed steps; None if its root or its catalog is damaged
+    extents: int  # number of extents, and of chunks of the gradient log, with a correct checksum
+    nbytes: int  # bytes of these extents and chunks
     damages: list[str]  # descriptions of the first damages
     others: int  # number of damages that `damages` does not list
 
@@ -307,7 +311,7 @@ class NamedCommit(NamedTuple):
     # commits may have the same `number`, but they have different identities. Zeros for a single process.
     identity: bytes
     rank: int  # rank that owns the store
-    ranks: int  # number of ranks of the run; 0 for a single process
+    ranks: int  # number of ranks of one replica, which divide the rows; 0 for a single process
     # False if later commits in memory may have overwritten the commit on storage. This is so under durability "none",
     # until the store is closed.
     kept: bool
@@ -363,12 +367,13 @@ def newest(paths: Sequence[str]) -> tuple[dict[str, Any], int] | None:
 
 
 def look(paths: _Path | Sequence[_Path]) -> Store:
-    """Opens a store read-only at its newest commit with an undamaged catalog, even if `Store.open` rejects the store.
+    """Opens a store read-only at its newest commit with an undamaged root and catalog.
 
+    Also opens a store that `Store.open` rejects because its newest commit is damaged or its run was not closed.
     `Engine` can stage nothing in this store, and `close()` changes nothing on storage.
 
     Raises:
-        StorageError: no store exists at `paths`.
-        CorruptionError: the catalogs of both commits are damaged.
+        StorageError: no store exists at `paths`, or it cannot be opened.
+        CorruptionError: no commit has an undamaged root and catalog.
     """
     return Store(paths_listed(paths), None, [], "", CHUNK_ELEMENTS, "look", "step")

@@ -64,10 +64,11 @@ def offload(
         storage: the path or the paths of the store; see `memascend.offload()`.
         existing: what to do if `storage` already holds a store; see `memascend.offload()`.
         clipping: "torch": the Trainer computes the gradient norm and clips with torch. The results are bit-identical to
-            training in memory. "exact": `step()` clips to the arguments' `max_grad_norm`, and the Trainer logs the norm
-            that `step()` computed. This norm does not depend on the number of ranks, and `step()` reads accumulated
-            gradients only once. None: a resumed training keeps its clipping. A new training uses "exact" under FSDP2 or
-            if you pass the option `max_grad_norm`, otherwise "torch".
+            training in memory. "exact": `step()` clips to the option `max_grad_norm`, or to that of the Trainer's
+            arguments, and the Trainer logs the norm that `step()` computed. This norm does not depend on the number of
+            ranks, and `step()` reads accumulated gradients only once. None: "exact" if you pass the option
+            `max_grad_norm`. Otherwise a resumed training keeps its clipping, and a new training uses "exact" under
+            FSDP2 and "torch" without FSDP2.
         keep: names of attributes of the Trainer. Each commit stores these attributes, and a resume restores them. Their
             values must be numbers, texts, or containers of numbers and texts. For example, use `keep` for values that a
             subclass collects for its log. A warning lists attributes that change during training but are missing in
@@ -81,11 +82,13 @@ def offload(
 
     Raises:
         ConfigError: the Trainer or an option is not supported, or the store belongs to another run. The message lists
-            the differences between the runs. Nothing was changed.
+            the differences between the runs. Nothing was changed, unless the option `checkpoint` has another run: then
+            the store was already made from the checkpoint.
+        MemascendError: `memascend.offload()` failed, as its documentation describes.
     """
     names.require(trainer)
     if clipping not in (None, "torch", "exact"):
-        raise ConfigError(f'clipping is "torch" or "exact", not {clipping!r}')
+        raise ConfigError(f'clipping must be "torch" or "exact", not {clipping!r}')
     _require_plain(trainer)
     _require_kept(trainer, keep)
     paths = [os.fspath(one) for one in ([storage] if isinstance(storage, str | os.PathLike) else storage)]
@@ -118,8 +121,8 @@ def _offloaded(trainer: Any, resume: Resume, options: dict[str, Any]) -> Offload
     """Offloads model and optimizer now or, under FSDP2, later within `train()`."""
     if resume.clips_exactly:
         _log.info(
-            "step() clips to max_grad_norm=%s, and the Trainer logs the norm that step() computed. Pass "
-            "clipping='torch' to clip with torch",
+            "step() computes the norm that the Trainer logs, and clips to max_grad_norm=%s (None: no clipping). Pass "
+            "clipping='torch' to do both with torch",
             options["max_grad_norm"],
         )
     if getattr(trainer.args, "precompute_ref_log_probs", False):
@@ -165,7 +168,10 @@ def _attach(trainer: Any, optimizer: OffloadedOptimizer, resume: Resume) -> None
         require_same(kept, resume.run, trainer)
         kept = of_ranks(kept, trainer.args.world_size)
         if kept.get("left_out"):
-            _log.info("the oldest %d lines of the log history are lost: the store has no room", kept["left_out"])
+            _log.info(
+                "the Trainer's log history lacks its oldest %d lines, because a commit had no room for them",
+                kept["left_out"],
+            )
     elif metadata.step:
         raise ConfigError(
             f"the store or the checkpoint has {metadata.step} steps that were trained without "
@@ -214,9 +220,9 @@ class OffloadCallback(Callback):
         pass
 
     def on_optimizer_step(self, *given: Any, **others: Any) -> None:
-        """Tells accelerate whether `nonfinite="skip"` dropped this step.
+        """With `nonfinite="skip"`, sets accelerate's mark that says whether the optimizer skipped this step.
 
-        If the step was dropped, the Trainer does not advance the scheduler.
+        If the step was skipped, the Trainer does not advance the scheduler.
         """
         super().on_optimizer_step(*given, **others)
         assert self._session is not None
@@ -392,7 +398,8 @@ def prepare_optimizer(trainer: Any) -> dict[str, Any]:
 def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) -> Literal["torch", "exact"]:
     """Chooses the clipping if the caller gave none.
 
-    A stored training or a checkpoint keeps its clipping; a new training gets the default.
+    With the option `max_grad_norm`, the clipping is "exact". Otherwise a stored training or a checkpoint keeps its
+    clipping, and a new training gets the default.
     """
     if "max_grad_norm" in options:
         return "exact"
@@ -439,13 +446,13 @@ def _commits(paths: Sequence[str], trainer: Any, most: int | None = None) -> Ite
 
 
 def _commit_in(files: Sequence[str]) -> tuple[str | None, int] | None:
-    """Returns the position and the step of a store; None if the store does not exist yet or is in use."""
+    """Returns the position and the step of a store; None if the store does not exist yet or cannot be opened now."""
     try:
         found = newest(files)
     except StorageError as error:
         if error.errno is None:
             raise
-        # The store is in use, perhaps by an earlier run of this process. The later call of offload() decides what to
-        # do.
+        # The store may be in use by an earlier run of this process, which offload() closes later. If the cause of the
+        # error remains, offload() raises the error again.
         return None
     return None if found is None else (found[0].get("position"), found[1])

@@ -124,8 +124,8 @@ def _in_modules(model: torch.nn.Module) -> Iterator[str]:
 class Room:
     """Estimates whether the activations of all micro-batches of a step fit on the GPU at once.
 
-    `measured()` measures the first micro-batch that the process computes. `lacks()` scales this micro-batch's memory by
-    the number of elements in the inputs.
+    The wrapper that `measured()` returns measures the first micro-batch that it computes. `lacks()` scales this
+    micro-batch's memory by the number of elements in the inputs.
     """
 
     def __init__(self, device: torch.device, tied: int) -> None:
@@ -169,7 +169,7 @@ class Room:
         return first
 
     def lacks(self, samples: Sequence[Any]) -> bool:
-        """True if the GPU does not have enough memory for these micro-batches.
+        """True if the GPU probably does not have enough memory for these micro-batches by layer.
 
         Returns False before the first measurement.
         """
@@ -208,10 +208,10 @@ def _allocatable(device: torch.device) -> int:
 class Steps:
     """Computes the micro-batches of each step by layer, or hands them to the Trainer one by one.
 
-    A step is computed by layer only under these conditions: `training_step` and `compute_loss` are those of
-    transformers' Trainer or of TRL's SFTTrainer or RewardTrainer; all modules are from torch, transformers or peft; no
-    hook or callback of the user runs between micro-batches; the model draws no random numbers (dropout); and the
-    activations of all micro-batches fit on the GPU at once. Otherwise the Trainer computes one micro-batch after the
+    A step is computed by layer only if `_in_methods`, `_in_settings` and `_in_modules` find no reason against it, the
+    model draws no random numbers (dropout), and the activations of all micro-batches fit on the GPU at once. For
+    example, `training_step` and `compute_loss` must be those of transformers' Trainer or of TRL's SFTTrainer or
+    RewardTrainer, and all modules must be from `_LIBRARIES`. Otherwise the micro-batches are computed one after the
     other, and the log gives the reason.
     """
 
@@ -224,7 +224,7 @@ class Steps:
         self._results: list[Any] | None = None
         # `loss`: the loss of the micro-batch that the current thread computes.
         self._local = threading.local()
-        self._room: Room | None = None  # the first step makes it
+        self._room: Room | None = None  # None until the first step with several micro-batches
 
     def begin(self, samples: Sequence[Any]) -> None:
         """Begins a step that has these micro-batches."""
@@ -243,13 +243,13 @@ class Steps:
         expected = self._samples.pop(0)
         if inputs is not expected:
             raise UsageError(
-                "the Trainer computes the micro-batches of a step in another order than get_batch_samples() returned "
-                "them. Do not override get_batch_samples() or the training loop"
+                "training_step() got another micro-batch than the next one that get_batch_samples() had returned. Do "
+                "not override get_batch_samples() or the training loop"
             )
         return self._results.pop(0)
 
     def _goes_by_layer(self, inputs: Any) -> bool:
-        """True if this step can be computed by layer. Otherwise logs the reason."""
+        """True if this step can be computed by layer. Logs the reason if code, settings or GPU memory prevent this."""
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False
         trainer = self._trainer
@@ -269,7 +269,7 @@ class Steps:
         return why is None
 
     def _computed(self, step: Callable[[Any], Any]) -> list[Any]:
-        """Computes all micro-batches of the step by layer; returns the results of `step`."""
+        """Computes all micro-batches of the step by `accumulate(by_layer=True)`; returns the results of `step`."""
         assert self._room is not None
         measured = self._room.measured(step, self._trainer.model)
 

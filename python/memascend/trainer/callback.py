@@ -72,9 +72,11 @@ class Callback(TrainerCallback):
     before the store is overwritten.
 
     Each commit stores the learning rates of the next step and the state of the Trainer's scheduler, as
-    `OffloadedOptimizer.schedule` does. The Trainer still advances the scheduler, and logs the same learning rates as
-    without memascend. Do not add this callback if you call `memascend.trainer.offload()`, which adds its own callback.
-    That callback stores learning rates and scheduler in the Trainer's position instead.
+    `OffloadedOptimizer.schedule` does; commits leave out a scheduler that needs a metric. The Trainer still advances
+    the scheduler, and logs the same learning rates as without memascend.
+
+    Do not add this callback if you call `memascend.trainer.offload()`, which adds its own callback. That callback
+    stores learning rates and scheduler in the Trainer's position instead.
     """
 
     def __init__(self) -> None:
@@ -93,7 +95,7 @@ class Callback(TrainerCallback):
         self._watch(others["model"])
 
     def _watch(self, model: torch.nn.Module) -> None:
-        """Calls `_require_same()` before each `load_state_dict()` of the model."""
+        """Makes each `load_state_dict()` of the model call `_require_same()` first."""
         # Register a function: deepcopy() of the model shares a function, but would copy a bound method and its
         # callback.
         check = lambda *given: self._require_same(*given)  # noqa: E731, PLW0108
@@ -105,9 +107,9 @@ class Callback(TrainerCallback):
         self._before = counted_in(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
-        """Replaces the model's `save_pretrained` by a function that streams checkpoints from the store.
+        """If `is_streamed()`, replaces the model's `save_pretrained` by a function that streams from the store.
 
-        From now on, each step also commits the state of the Trainer's scheduler.
+        From now on, steps also commit the Trainer's scheduler, and weights that are loaded are not checked.
         """
         if self._session is None:
             self.attach(others.get("optimizer"))
@@ -135,7 +137,7 @@ class Callback(TrainerCallback):
         try:
             self._session.schedule([scheduler], restore=False)
         except ConfigError as error:
-            _log.info("commits do not store the Trainer's scheduler, only the Trainer's checkpoints do: %s", error)
+            _log.info("only the Trainer's checkpoints, but no commits, store the Trainer's scheduler: %s", error)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Undoes the scheduler's advance in `step()`.
@@ -157,7 +159,7 @@ class Callback(TrainerCallback):
             self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Adds memascend's files to a checkpoint if the model's own `save_pretrained` wrote the weights."""
+        """Adds memascend's files to a checkpoint, unless the checkpoint has those of this step already."""
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return
@@ -214,8 +216,8 @@ def counted_in(report: Report) -> tuple[int, int, float]:
 class _Saving:
     """Replaces a model's `save_pretrained` during training: streams the Trainer's checkpoints with all optimizer state.
 
-    Passes a call to the model's own `save_pretrained` if the folder is not the Trainer's checkpoint or if the call has
-    options.
+    Passes a call to the model's own `save_pretrained` if the folder is not the Trainer's checkpoint, or if the call has
+    arguments other than None and True.
     """
 
     def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:

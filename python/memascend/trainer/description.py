@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memascend")
 # A resume compares at most this many rows of a data set, and at most this many rows of the embeddings.
 _ROWS = 64
-# The largest number of characters of a text that is compared whole. Of a longer text, a prefix and a digest are
-# compared.
+# The largest number of characters of a text that `_texts()` keeps whole by default. Of a longer text, it keeps a prefix
+# and a digest.
 _TEXT_MAX = 80
 # The number of levels of nested values that `_text()` follows.
 _DEPTH_MAX = 6
@@ -54,7 +54,10 @@ _LENGTH = ("max_steps", "num_train_epochs")
 
 
 def description(trainer: Any, clipping: str) -> dict[str, Any]:
-    """Describes a run as JSON: arguments, model, data; also optimizer and schedule if the Trainer has made these."""
+    """Describes a run as JSON: arguments, data, ranks, clipping, model and losses.
+
+    Also describes optimizer and schedule if the Trainer has made these.
+    """
     found: dict[str, Any] = {
         "arguments": arguments_of(trainer.args),
         "data": _data(trainer.train_dataset),
@@ -250,7 +253,8 @@ _TEXTS: tuple[tuple[Any, Callable[[Any, _Below], str]], ...] = (
 def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) -> None:
     """Rejects a run that differs from the run of the position `kept`.
 
-    Under a constant schedule, `run` may be longer than the stored run.
+    Under a constant schedule, `run` may have another number of steps or epochs, but may not end before the stored step.
+    Another number of ranks is allowed if each step keeps its examples.
 
     Compares only the entries that both descriptions have, because another version of a library may have more or fewer
     arguments.

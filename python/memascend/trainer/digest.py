@@ -1,4 +1,4 @@
-"""Computes digests of batches and examples. A digest covers both ends of each tensor, and all numbers and texts."""
+"""Computes digests of batches and examples. A digest covers numbers, texts, and both ends of each tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = "biufc"
 
 
 def digest_of(value: Any) -> str:
-    """Returns a digest that covers all numbers and texts in a value, and both ends of each tensor in the value."""
+    """Returns a digest that covers the numbers and texts in nested containers, and both ends of each tensor."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     _add(digest, value)
     return digest.hexdigest()
@@ -41,7 +41,7 @@ def _add(digest: Any, value: Any) -> None:
         array = value.__array__()
         _add(digest, torch.as_tensor(array.copy()) if array.dtype.kind in _NUMBERS else repr(array.tolist()))
     else:
-        # An image has tobytes(). Of any other object, the digest covers only the type.
+        # An image of PIL has tobytes(). Of an object without tobytes(), the digest covers only the type.
         digest.update(type(value).__qualname__.encode())
         if callable(getattr(value, "tobytes", None)):
             digest.update(value.tobytes())
@@ -52,7 +52,7 @@ def _add_tensor(digest: Any, value: torch.Tensor) -> None:
     flat = value.detach().reshape(-1)
     count = _COMPARED_BYTES // max(1, flat.element_size())
     for part in (flat[:count], flat[count:][-count:]):
-        # Copy the elements first, because numpy() marks a tensor's memory as shared, and offload() rejects weights in
-        # shared memory.
+        # Copy the elements first, because numpy() makes the tensor's storage not resizable, and offload() then rejects
+        # the tensor as memory that other code may use.
         own = part.contiguous().to("cpu", copy=True)
         digest.update(own.view(torch.uint8).numpy().tobytes() if own.numel() else b"")

@@ -33,17 +33,17 @@ _TB = 10**12
 _IDS = "input_ids"
 # In GB/s: the smallest drive speed that is shown with two decimals. A lower speed is shown with three decimals.
 _FAST = 0.1
-# The smallest share of a drive's life that is shown as a number.
+# A smaller share of the bytes that a drive is warranted for is shown as "less than" this share.
 _LEAST_SHARE = 1e-4
 
 
 def is_shown(args: Any) -> bool:
-    """True if a Trainer with these arguments prints more than errors."""
+    """True if the Trainer's `log_level` lets `Display` print."""
     return args.log_level not in ("error", "critical")
 
 
 def print_in_words(printing: TrainerCallback) -> None:
-    """Removes `FIGURES` from the logs that a callback prints, because `Display` already prints these figures."""
+    """Removes `FIGURES` from the logs that a callback prints, because `Display` shows memory and I/O in words."""
     own = printing.on_log
 
     def on_log(*given: Any, logs: dict[str, Any], **others: Any) -> None:
@@ -112,12 +112,15 @@ class Display(TrainerCallback):
         self._line += f", {duration_shown(left)} left" if left else ""
 
     def on_log(self, args: Any, state: Any, *_: Any, **others: Any) -> None:  # noqa: ARG002
-        """Prints the figures of the last step if the Trainer has no progress bar."""
+        """Prints the figures of the last step when the Trainer logs a loss, if the Trainer has no progress bar."""
         if self._line and "loss" in others["logs"] and self._bar() is None:
             _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
 
     def end(self) -> None:
-        """Prints the totals of this process. `Resume.train()` calls this method after the training."""
+        """Prints the steps, time and written bytes of this process, and the bytes that all processes wrote together.
+
+        `Resume.train()` calls this method after the training.
+        """
         assert self._optimizer is not None
         steps = self._optimizer.steps - self._first_step
         if self._silent or not steps:
@@ -222,7 +225,7 @@ def _files(optimizer: OffloadedOptimizer) -> list[Path]:
 
 
 def _usages(files: Sequence[Path]) -> list[Any]:
-    """Returns the total and free bytes of each file system that has one of the files."""
+    """Returns the total and free bytes of each file system that has one of the files. Skips block devices."""
     places = [nearest(file) for file in files if not file.is_block_device()]
     return [shutil.disk_usage(place) for place in {place.stat().st_dev: place for place in places}.values()]
 
@@ -230,7 +233,7 @@ def _usages(files: Sequence[Path]) -> list[Any]:
 def _tokens_of(batch: Any) -> int:
     """Returns the number of tokens in a batch; 0 if the batch has no tokens.
 
-    If the batch has an attention mask, does not count padding.
+    If the batch has an attention mask, padding does not count.
     """
     if not hasattr(batch, "items"):
         return 0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Wraps the DataLoader of a Trainer. For each commit, records random states and the position in the data.
+    """Wraps the DataLoader of a Trainer. Records random states and the position in the data, for `taken()`.
 
     accelerate's loader fetches from this object one batch ahead of the Trainer. `Feed` records random states at two
     moments: at the epoch's `iter()`, because the states at this moment determine the order and the workers' seeds, and
@@ -138,7 +138,8 @@ class Feed:
     def _try(self, *, compares: bool) -> None:
         """Rejects data whose random numbers a commit cannot store. Checks the first batch only, and only once.
 
-        With `compares`, makes the first batch twice and compares the two batches.
+        With persistent workers, checks whether the batch draws random numbers. Without workers and with `compares`,
+        makes the batch twice and compares the two batches. Does not check streams.
         """
         if self._is_tried:
             return
@@ -160,9 +161,10 @@ class Feed:
                 digests.append(digest_of(self._collated(self._indices())))
         if digests[0] != digests[1]:
             raise ConfigError(
-                "the first batch was made twice with the same random states, and the two batches differ. The data set "
-                "or the collator uses a source of randomness that a commit cannot store, so a resume would not be "
-                "exact. Draw only from generators of torch, numpy or Python's random module"
+                "the first batch was made twice with the same random states, and the two batches differ. The data set, "
+                "the collator or the sampler depends on a source of randomness, or on other values, that a commit "
+                "cannot store, so a resume would not be exact. Draw random numbers only from generators of torch, "
+                "numpy or Python's random module, and make each batch depend only on them and on the data"
             )
 
     @property
@@ -176,7 +178,7 @@ class Feed:
         return next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler), None)
 
     def _collated(self, indices: Any) -> Any:
-        """Returns the batch of the examples with these indices."""
+        """Returns the batch of the examples with these indices; None if `indices` is None."""
         if indices is None:
             return None
         loader, data = self._loader, self._loader.dataset
@@ -231,8 +233,8 @@ class Feed:
         if fetched and taken["digest"] not in (None, self._digest):
             raise ConfigError(
                 f"batch {fetched} of the epoch differs from the same batch before the resume, so the resume would not "
-                "be exact. Pass the data set of this run. If the data set or the collator draws random numbers, let "
-                "it draw from torch's generator, or start a new training with existing='replace'"
+                "be exact. Pass the same data set, collator and sampler as before. If one of them draws random "
+                "numbers, let it draw from torch's generator, or start a new training with existing='replace'"
             )
         return itertools.chain([newest] if fetched > passed else [], self._fetches(iterator))
 
@@ -271,8 +273,9 @@ class Feed:
             return next(iterator)
         except StopIteration:
             raise ConfigError(
-                f"the data ends after {number - 1} batches of this epoch, but the run had already fetched {of} "
-                'batches. Pass the data set of this run, or start a new training with existing="replace"'
+                f"the data ends after at most {number - 1} batches of this epoch, but the stored training had already "
+                f"fetched {of} batches. Pass the same data set as before, or start a new training with "
+                'existing="replace"'
             ) from None
 
 

@@ -29,7 +29,7 @@ class Forecast:
     """The prediction for one step of a training."""
 
     written: int  # bytes
-    seconds: float | None  # None if the number of tokens or the processor's speed is unknown
+    seconds: float | None  # None if the number of tokens or the speed of the computing device is unknown
     assumed: str  # a text for users that names the assumed speeds
 
 
@@ -101,8 +101,8 @@ def _parameters_of_token(model: Any) -> float:
 def _tokens_of_example(trainer: Any) -> float | None:
     """Returns the average number of tokens in the first `_ROWS` examples; None if tokens cannot be counted.
 
-    Reads only lists and data sets of the package `datasets`, because reading these draws no random numbers. Reads only
-    the columns in `_TOKENS`.
+    The average is at most the Trainer's `max_length`. Reads only lists and data sets of the package `datasets`, because
+    reading these draws no random numbers. Counts only the columns in `_TOKENS`.
     """
     data: Any = trainer.train_dataset
     if type(data).__module__.startswith("datasets.") and hasattr(data, "select_columns"):

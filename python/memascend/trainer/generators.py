@@ -38,7 +38,7 @@ _PASSED_OVER = (
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the generators of Python, numpy and torch that are reachable from `roots`, by path.
 
-    Leaves out the global generators of the process.
+    Leaves out the global generators of `random`, numpy and torch's CPU, and each `SystemRandom`, which has no state.
     """
     # These functions are bound methods, so `__self__` of each method is a global generator of the process.
     methods: list[Any] = [random.random, np.random.rand]
@@ -56,7 +56,7 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the path and the value of each object that is reachable from `roots`, breadth first.
 
-    Yields each object only once.
+    Yields each object only once. Skips objects of the types in `_PASSED_OVER`, and stops after `_OBJECTS_MAX` objects.
     """
     queue: list[tuple[str, Any]] = [*roots.items()]
     seen: set[int] = set()
@@ -72,7 +72,11 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns the name and value of each object that `value` holds."""
+    """Returns the names and values of the objects in `value` that the walk visits next.
+
+    Returns nothing for a container with more than `_PARTS_MAX` entries. Of a class's attributes, returns only those for
+    which `_may_hold()` is true.
+    """
     if isinstance(value, dict | list | tuple | set | frozenset):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return list(pairs) if len(value) <= _PARTS_MAX else []
@@ -197,11 +201,11 @@ def _unpacked(value: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(*roots: Any) -> Iterator[Callable[[], bool]]:
-    """Restores all random generators at the end of the block. The block may read and collate examples.
+    """At the end of the block, restores the process's generators and the generators that are reachable from `roots`.
 
-    If the program makes a generator inside the block, the attribute that holds the generator gets its earlier value
-    back. The program then makes the generator again at the next use. Yields a function that returns True if the state
-    of a generator has changed.
+    The block may read and collate examples. If the program makes a generator inside the block, the attribute that holds
+    the generator gets its earlier value back, or is deleted if it is new. The program then makes the generator again at
+    the next use. Yields a function that returns True if a generator has changed its state or is new.
     """
     named = {str(number): root for number, root in enumerate(roots)}
     own, generators = RandomNumbers.now(), generators_in(named)

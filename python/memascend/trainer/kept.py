@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _KINDS: dict[str, type[Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict
 }  # fmt: skip
-# A container with more parts is not compared as a whole: only its length is compared.
+# Of an attribute that is a container with more entries than this, `Watch` compares only the length.
 _COMPARED_PARTS = 10_000
-# `Watch` ignores the attributes that the code of these packages uses. Of these attributes, commits store those in
-# `names.SUMS` and `names.AVERAGES` even without `keep=`.
+# `Watch` ignores the attributes that the code of these packages uses. Of these attributes, commits store only
+# `names.SUMS` and `names.AVERAGES` without `keep=`.
 _LIBRARIES = frozenset(
     {"transformers", "trl", "sentence_transformers", "peft", "accelerate", "torch", "builtins", "axolotl", "swift"}
 )
@@ -32,7 +32,7 @@ _LIBRARIES = frozenset(
 def packed(value: Any, what: str) -> Any:
     """Converts a value to JSON.
 
-    The value may have numbers, texts, scalars of numpy and torch, and containers of such values.
+    The value may be None, a number, a text, a scalar of numpy or torch, or a container of such values.
 
     Raises:
         ConfigError: the value contains an object of another type. `what` names the value in the message.
@@ -123,7 +123,7 @@ class Watch:
     def look(self) -> None:
         """Records the attributes at the first step, and compares them at the second.
 
-        `Resume` calls this at each step.
+        `Resume.position()` calls this method during each commit of a step.
         """
         if self._compared:
             return
@@ -138,7 +138,7 @@ class Watch:
             warn(
                 f"{listed} of {type(self._trainer).__name__} changed from one step to the next, but commits do not "
                 "store these attributes, so a resume would start with their values from the constructor. To store them "
-                f"in each commit, call memascend.trainer.offload(keep={changed})"
+                f"in each commit, add them to keep= of memascend.trainer.offload(): keep={changed}"
             )
 
     def _digests(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Watch:
 
 
 def _text(value: Any) -> str | None:
-    """Returns a value as text, or None if `packed()` rejects it."""
+    """Returns a value as JSON, or its length if it is a long container; None if a commit cannot store the value."""
     if isinstance(value, list | tuple | dict | set | deque) and len(value) > _COMPARED_PARTS:
         return str(len(value))
     try:

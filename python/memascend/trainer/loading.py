@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _log = logging.getLogger("memascend")
-# True inside a block of `loading()`. This is a ContextVar, so that other threads, and code after the block, load models
-# as usual.
+# True inside a block of `loading()`. This is a ContextVar, so that other threads load models as usual during the block.
 _inside = contextvars.ContextVar("_inside", default=False)
 # A thread holds this lock during a block, because each block replaces methods of the same classes.
 _turn = threading.RLock()
@@ -38,7 +37,7 @@ _turn = threading.RLock()
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Makes models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
+    """Lets you make models that do not fit in memory, for `memascend.trainer.offload()` or `memascend.offload()`.
 
     Inside the block, `from_pretrained` of transformers makes models on the meta device, reads no weights, and moves
     nothing to another device. This also applies to calls by TRL's Trainers. The model gets the dtype that is passed to
@@ -51,12 +50,14 @@ def loading() -> Iterator[None]:
     memascend.trainer.offload(trainer, storage="run.store")
     ```
 
-    If the weights are quantized in MXFP4, or in FP8 with block scales, the block makes the model without quantization,
-    and `offload()` dequantizes the weights while it streams them. If the files do not contain a parameter (the head of
-    a reward model, an adapter), the model's own code initialises the parameter in memory, as usual.
+    If the weights are quantized in MXFP4, or in FP8 with block scales, `from_pretrained` makes the model without
+    quantization, and `offload()` dequantizes the weights while it streams them. If the files do not contain a parameter
+    (the head of a reward model, an adapter), the model's own code initialises the parameter in memory, as usual.
 
     Raises:
-        ConfigError: a model has another quantization than MXFP4 or FP8, or its weights are not in safetensors files.
+        ConfigError: a model has another quantization than MXFP4 or FP8, its weights are not in safetensors files,
+            `from_pretrained` gets `key_mapping=`, or `quantization_config=` for weights that are not quantized, or
+            `loading()` does not support this version of transformers.
         UsageError: code in the block needs the values of weights.
     """
     names.require_loader()
@@ -118,7 +119,11 @@ def _from_pretrained(own: Callable[..., Any], *given: Any, **named: Any) -> Any:
 
 
 def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any, **named: Any) -> None:
-    """Sets `dequantize` in a new HfQuantizer: transformers then makes a plain model, and does not look for kernels."""
+    """Runs `HfQuantizer.__init__()`, and sets `dequantize` in the quantizer's configuration.
+
+    transformers then makes a plain model, and does not look for kernels. Rejects a quantization that `offload()` cannot
+    read.
+    """
     own(quantizer, config, **named)
     method = getattr(config.quant_method, "value", config.quant_method)
     if not quantizer.pre_quantized:
@@ -134,9 +139,9 @@ def _dequantize(path: Any, own: Callable[..., Any], quantizer: Any, config: Any,
 
 
 def _to(own: Callable[..., Any], module: torch.nn.Module, *given: Any, **named: Any) -> Any:
-    """Runs `Module.to()`, but ignores the device if the module has meta parameters.
+    """Runs `Module.to()`, but ignores the device if it is "meta" or if the module has meta parameters.
 
-    So the peft adapters of such a module also stay on their device.
+    So the peft adapters of a module with meta parameters also stay on their device.
     """
     device, dtype, *_ = torch._C._nn._parse_to(*given, **named)  # noqa: SLF001
     if device is None or (device.type != "meta" and not any(one.is_meta for one in module.parameters())):
@@ -224,5 +229,5 @@ def _note(model: Any, name: str, source: Source) -> None:
     else:
         tensor = source.values().clone()
         setattr(owner, short, tensor)
-    # This attribute tells transformers not to initialise the tensor.
+    # transformers does not initialise a tensor that has this attribute.
     tensor._is_hf_initialized = True  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Private names of transformers, accelerate and TRL that memascend.trainer uses, and the tested versions."""
+"""Lists the private names of transformers, accelerate and TRL that memascend.trainer uses; checks that they exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memascend.errors import ConfigError
 __all__ = ["ExportableState", "PreTrainedModel", "last_checkpoint", "transformers_trainer"]
 
 _TRIED = "transformers 5.6 to 5.23, accelerate 1.11 to 1.15, TRL 0.24 to 1.16"
-# Methods that `Resume` replaces on the Trainer object.
+# Methods that the Trainer must have. `Resume` replaces all of them except `_inner_training_loop` on the Trainer object.
 METHODS = (
     *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state"),
     *("_maybe_log_save_evaluate", "_finalize_training", "_clip_grad_norm", "_get_grad_norm", "get_batch_samples"),
@@ -49,11 +49,10 @@ LOADER = "_load_pretrained_model"
 
 
 def require(trainer: Any) -> None:
-    """Checks that the Trainer has the methods that `Resume` replaces.
+    """Checks that the Trainer has the methods in `METHODS`, and that its module has the function `SKIP`.
 
     Raises:
-        ConfigError: `trainer` is not a Trainer of transformers, or this version of transformers does not have one of
-            the methods.
+        ConfigError: `trainer` is not a Trainer of transformers, or one of these methods or the function is missing.
     """
     if not isinstance(trainer, transformers_trainer.Trainer):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Encodes a Trainer's position for a commit, as text of bounded size.
 
-A position has counters, sums of losses, states of callbacks and random states.
+A position has counters, sums of losses, log lines, states of callbacks, random states and the place in the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHORTEST = 16
 # The largest number of log lines in a position. Each step encodes and writes the position: 300 lines usually fit, and
 # encoding 10,000 lines took 0.1 s.
 _LINES_MAX = 300
-# Fields of TrainerState that a position leaves out, because the Trainer's arguments set these fields or because the
+# Fields of TrainerState that a position leaves out, because the Trainer sets these fields at each start or because the
 # position stores their values under other names.
 _NOT_KEPT = {"global_step", "log_history", "stateful_callbacks", "max_steps", "num_train_epochs", "train_batch_size"}
 _NOT_KEPT |= {"logging_steps", "eval_steps", "save_steps", "trial_name", "trial_params", "is_hyper_param_search"}
@@ -41,7 +41,10 @@ _NOT_KEPT |= {"is_local_process_zero", "is_world_process_zero"}
 
 
 class RandomNumbers:
-    """The states of all random generators of the process at one moment: Python, numpy, torch, each CUDA device."""
+    """The states of the process's global random generators at one moment.
+
+    These are the generators of Python, numpy and torch's CPU, and of each CUDA device if CUDA is initialized.
+    """
 
     def __init__(self, states: list[Any]) -> None:
         """`states`: the states, in the order in which `now()` collects them."""
@@ -113,8 +116,8 @@ def encoded(position: dict[str, Any]) -> str:
             large = max(position, key=lambda name: len(json.dumps(position[name])))
             raise ConfigError(
                 f"the Trainer's position takes {len(text)} bytes, but a commit has room for {_BYTES_MAX}. The largest "
-                f"part is {large!r}. Store less in stateful callbacks and schedulers, and use fewer random generators "
-                "in the data"
+                f"part is {large!r}. Store less in stateful callbacks, in schedulers and in the attributes of keep=, "
+                "and use fewer random generators in the data set, the collator and the sampler"
             )
         del longest[: len(longest) // 2]
 
@@ -182,15 +185,16 @@ class TrainerSnapshot:
         }
 
     def _warn_of_size(self, own: dict[str, Any]) -> None:
-        """Warns once if the states of callbacks and the kept attributes together are larger than a position may be."""
+        """Warns once if the states of callbacks and the kept attributes have more than `_BYTES_MAX` bytes as JSON."""
         size = len(json.dumps(own))
         if size > _BYTES_MAX and not self._warned:
             self._warned = True
             largest = max((len(json.dumps(part)), name) for kind in own.values() for name, part in kind.items())[1]
             warn(
-                f"stateful callbacks and kept attributes of the Trainer take {size} bytes of each commit. The largest "
-                f"is {largest!r}. A commit has room for about {_BYTES_MAX} bytes: if this is not enough, a resume gets "
-                "only the newest half of the longest lists. Keep fewer values in these callbacks and attributes"
+                f"stateful callbacks and kept attributes of the Trainer have {size} bytes before compression. The "
+                f"largest is {largest!r}. A commit has room for about {_BYTES_MAX} compressed bytes: if this is not "
+                "enough, the commit drops the older halves of the longest lists, and fails if it still has no room. "
+                "Keep fewer values in these callbacks and attributes"
             )
 
     def install(self, taken: dict[str, Any]) -> None:
@@ -203,9 +207,9 @@ class TrainerSnapshot:
         state.log_history[:] = taken["log_history"]
 
     def restore(self, taken: dict[str, Any], *, control: bool = True) -> None:
-        """Sets all values that `taken()` returned, in place.
+        """Sets all values that `taken()` returned.
 
-        Without `control`, does not change TrainerControl, which has the orders to log, save or stop.
+        Without `control`, does not change TrainerControl, whose flags make the Trainer log, evaluate, save or stop.
         """
         trainer = self._trainer
         self.install(taken)
@@ -239,9 +243,9 @@ class TrainerSnapshot:
 
 
 def _scaler_after(scaler: Any) -> dict[str, Any] | None:
-    """Returns the state that the GradScaler will have after the current step.
+    """Returns the state that the GradScaler will have after the current step; None if no scaler is enabled.
 
-    The Trainer calls the scaler's `update()` only after the commit.
+    accelerate calls the scaler's `update()` only after the commit.
     """
     if scaler is None or not scaler.is_enabled():
         return None
@@ -253,7 +257,7 @@ def _scaler_after(scaler: Any) -> dict[str, Any] | None:
 
 
 def _summed(value: Any) -> Any:
-    """Converts dicts and lists of numbers to JSON.
+    """Converts a number or scalar tensor, or nested dicts and lists of these, to JSON.
 
     In a list longer than `_NUMBERS_MAX`, sets the first entry to the sum of the list, and all other entries to 0. This
     also changes the Trainer's own list.

@@ -27,7 +27,7 @@ _BUDGETS = {"host_memory": "host_bytes", "device_memory": "device_bytes"}
 
 
 def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
-    """Offloads the trained model into its store, and the reference model into a temporary store.
+    """Offloads the trained model into its store, and the reference model, if there is one, into a temporary store.
 
     Returns the trained model's optimizer.
 
@@ -67,7 +67,8 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
 
     The reference model gets the smallest budget that keeps storage and compute busy. The trained model gets the rest of
     the memory, because each byte for the trained model also saves I/O of optimizer state. The reference model's store
-    is an unlinked file in the folder of the trained model's store.
+    is an unlinked file in the folder `scratch`, or in the folder of the trained model's store if the user passes no
+    `scratch` and that store is not a block device.
     """
     # TRL computes the reference model without gradients.
     model.requires_grad_(False)

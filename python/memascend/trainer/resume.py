@@ -6,8 +6,7 @@ restores the values of the commit. After the repeated step, the Trainer itself r
 its usual order: the scheduler, callbacks, a line of the log, an evaluation, a checkpoint, the end of an epoch or of the
 training.
 
-- The Trainer's code that comes before `step()` in step N never runs twice. The code that comes after `step()` runs at
-  least once.
+- In step N, the callbacks and computations before `step()` do not run again. The code after `step()` may run again.
 - In `on_train_begin`, the Trainer has the state of a checkpoint at step N. In `on_epoch_begin`, the Trainer has the
   state at the start of the resumed epoch. If callbacks change weights in these two events, `session.edits.repeat()`
   drops the changes, because the store already has them.
@@ -130,7 +129,7 @@ class Resume:
 
     @property
     def written(self) -> int:
-        """The total bytes that this process and earlier processes of this training have written."""
+        """The bytes that this and earlier processes of this training have written, without the first values."""
         return self._written_before + counted_in(self._session.report())[1]
 
     def begin_late(self, begin: Callable[[], object]) -> None:
@@ -172,8 +171,8 @@ class Resume:
         """Trains; resumes at the store's position even if `resume_from_checkpoint` is given.
 
         Raises:
-            UsageError: `train()` was called before, or the checkpoint belongs to another training or to another
-                position.
+            UsageError: `train()` was called before, the Trainer's arguments were changed after
+                `memascend.trainer.offload()`, or the checkpoint belongs to another training or to another position.
         """
         if self._trains:
             raise UsageError(
@@ -192,7 +191,7 @@ class Resume:
                 # Python prints a note as the last line of the traceback.
                 stop.add_note(
                     f"stopped after step {self._optimizer.steps}, which is committed: start the same script again to "
-                    "continue"
+                    'continue, with existing="resume" (the default)'
                 )
             raise
         self._end_training()
@@ -203,8 +202,8 @@ class Resume:
     def _require_here(self, folder: Any) -> None:
         """Rejects a checkpoint of another training or position.
 
-        Accepts the newest checkpoint if it has an earlier step of the store's training, because the store may have
-        committed more steps after this checkpoint.
+        At a resume, accepts the newest checkpoint if it has an earlier step of the store's training, because the store
+        may have committed more steps after this checkpoint. Also accepts a folder without checkpoints.
         """
         found: Any = _newest(str(self._trainer.args.output_dir)) if folder is True else folder
         metadata = self._session.run.metadata
@@ -224,9 +223,10 @@ class Resume:
                 )
                 return
         raise UsageError(
-            f"the store has this training after step {metadata.step}, but resume_from_checkpoint={folder!r} is at "
-            "another position. To continue after the store's step, call train() without resume_from_checkpoint. To "
-            'start from the checkpoint, pass existing="replace" and checkpoint= to memascend.trainer.offload()'
+            f"the store has this training after step {metadata.step}, but resume_from_checkpoint={folder!r} gives no "
+            "checkpoint of this training at this step. To continue after the store's step, call train() without "
+            'resume_from_checkpoint. To start from a checkpoint, pass existing="replace" and checkpoint= to '
+            "memascend.trainer.offload()"
         )
 
     def create_optimizer(self, *given: Any, **named: Any) -> Any:
@@ -285,17 +285,19 @@ class Resume:
         return bool(self._trainer.state.max_steps <= ended["steps"])
 
     def _known(self) -> dict[str, Any]:
-        """Returns the newest stored values.
-
-        They are from the training's end if the training has ended, else from the last step.
-        """
+        """Returns the stored values of the training's end if `_has_ended()`, otherwise of the last step."""
         kept: dict[str, Any] = self._kept
         if "ended" not in kept or not self._has_ended():
             return kept
         return {**kept, **kept["ended"], "log_history": [*kept["log_history"], *kept["ended"]["lines"]]}
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
-        """Offloads the sharded model under FSDP2. At a resume, restores the Trainer's scheduler."""
+        """Offloads the sharded model under FSDP2. At a resume, restores the Trainer's scheduler.
+
+        Raises:
+            ConfigError: a commit cannot store the scheduler, or the run differs from the stored run.
+            UsageError: under FSDP2, the checkpoint belongs to another training or to another position.
+        """
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
             self._late()
@@ -334,9 +336,13 @@ class Resume:
                 put(group, name, restored(value, group.get(name)))
 
     def begin_training(self) -> None:
-        """Restores sums and callbacks. The first callback, `OffloadCallback`, calls this method in `on_train_begin`."""
+        """At a resume, restores sums and callbacks.
+
+        The first callback, `OffloadCallback`, calls this method in `on_train_begin`.
+        """
         if self._kept is not None:
-            # Do not restore TrainerControl: a restored order to stop would end the loop before the repeated step.
+            # Do not restore TrainerControl: a restored `should_training_stop` would end the loop before the repeated
+            # step.
             self._figures.restore(self._known(), control=False)
             self._install()
 
@@ -403,9 +409,9 @@ class Resume:
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:
-        """Makes the Trainer's loop repeat its first step inside the block.
+        """Inside the block, makes the first step of the Trainer's loop repeat the last committed step.
 
-        Inside the block, the loop does not skip batches, because `Feed` skips the batches.
+        Also replaces the function by which the loop skips batches, because `Feed` skips the batches.
         """
         module: Any = names.transformers_trainer
         with replaced(module, names.SKIP, lambda loader, _: loader), contextlib.ExitStack() as stands:
@@ -453,7 +459,8 @@ class Resume:
         if self._repeats:
             assert self._feed is not None
             if self._kept["feed"]["fetched"]:
-                # Set the generators now, because an evaluation after this step may draw from the collator's generators.
+                # Move the feed now: `_repeated()` then restores the program's generators, from which an evaluation
+                # after this step may draw.
                 self._feed.go_on()
             return [{} for _ in range(self._group)], None
         self._add_lines()
@@ -490,7 +497,7 @@ class Resume:
         return None if self._repeats or self.clips_exactly else self._own["_clip_grad_norm"](*given, **named)
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> Any:
-        """Returns the gradient norm for the log; None if `step()` computes the norm later."""
+        """Returns the gradient norm for the log; None in the repeated step, or if `step()` computes the norm later."""
         if self._repeats or self.clips_exactly:
             return None
         found = self._own["_get_grad_norm"](*given, **named)
@@ -531,7 +538,10 @@ class Resume:
         return self._own["_finalize_training"](trial, samples, start - self._seconds_before)
 
     def _end_training(self) -> None:
-        """Commits the end of the training. Does nothing if a callback stopped the training before its last step."""
+        """Commits the end of the training, unless the store already has it.
+
+        Does nothing if a callback stopped the training before its last step, or if the store is closed.
+        """
         session, state = self._session, self._trainer.state
         position = session.run.metadata.position
         is_over = state.global_step >= state.max_steps or not self._trainer.control.should_training_stop
@@ -557,7 +567,8 @@ class Resume:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the model.
 
-        Under FSDP2 streams the model, because the Trainer would gather the whole model in rank 0's memory.
+        Under FSDP2, streams a plain transformers model from the store, because the Trainer would gather the whole model
+        in rank 0's memory.
         """
         trainer = self._trainer
         if not (trainer.is_fsdp_enabled and self._optimizer is not None and self._is_streamed()):
@@ -587,7 +598,8 @@ class Resume:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes optimizer state and scheduler.
 
-        Under FSDP2 streams the optimizer state, because torch would gather the whole state in memory.
+        Under FSDP2, streams the optimizer state, because torch would gather the whole state in memory. If the model is
+        streamed, `save_model()` has already written the optimizer state.
         """
         trainer = self._trainer
         if not trainer.is_fsdp_enabled:

@@ -1,4 +1,4 @@
-//! Calls a user's function on the tensors of one chunk, or of a whole record. The tensors are in staging memory.
+//! Calls a user's function on the tensors of one chunk, or of a whole record. The tensors are in the engine's memory.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -40,9 +40,10 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// A function of the caller that computes one chunk in place. The engine calls such functions on a thread of the
-/// engine, one at a time. The function must not wait for the engine. A function that returns while it still holds
-/// memory of the chunk must return an error. After such an error, the engine never uses this memory again.
+/// A function of the caller that computes one chunk, or a whole record, in place. The engine calls such functions on a
+/// thread of the engine, one at a time. The function must not wait for the engine. A function that returns while it
+/// still holds a [`Shared`] of its [`Chunk`] must return an error. The engine leases this memory again only after the
+/// last such [`Shared`] is dropped.
 pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Sync;
 
 /// How the engine passes a record to a function.
@@ -84,8 +85,8 @@ pub(crate) fn others(description: &Description) -> Result<Option<Scratch>> {
     Ok(room.transpose()?)
 }
 
-/// Allocates memory of `whole_bytes` for one whole record, and memory of `whole_next_bytes` for the next whole record.
-/// The smaller memory comes first in the result. A size of 0 allocates nothing.
+/// Allocates memory of `whole_bytes` for one whole record, and memory of `whole_next_bytes`, but at most `whole_bytes`,
+/// for the next whole record. The smaller memory comes first in the result. A size of 0 allocates nothing.
 pub(crate) fn wholes(whole_bytes: usize, whole_next_bytes: usize) -> Result<Vec<Scratch>> {
     let sizes = [whole_next_bytes.min(whole_bytes), whole_bytes].into_iter().filter(|&bytes| bytes > 0);
     sizes.map(|bytes| Ok(Scratch::new(bytes, 1, "whole parameters")?)).collect()
@@ -143,7 +144,8 @@ pub(crate) struct Apply {
     kept: Option<Arc<Kept>>,
     /// Bytes of memory that the whole record takes.
     whole_bytes: usize,
-    /// The record's values in the caller's memory. With `None`, the job reads the values from storage.
+    /// The record's values in the caller's memory. With `None`, the job reads the values from storage, or copies the
+    /// values from the RAM tier.
     live: Option<Live>,
     /// True if the job copies the record from the RAM tier to staging memory, and copies the results back. Otherwise
     /// the job reads the record from storage and stages the results.
@@ -233,9 +235,9 @@ impl Work for Apply {
         if self.in_memory { Ok(()) } else { bench.begin(record, self.asked.step) }
     }
 
-    /// A function that gets the record in chunks takes one turn for each chunk, and at least one turn. A function that
-    /// gets the whole record takes one turn to read each chunk, one turn for the call, and one turn to write each
-    /// chunk.
+    /// If the function gets the record in chunks, the job takes one turn for each chunk, and at least one turn. If the
+    /// function gets the whole record, the job takes one turn to read each chunk, one turn for the call, and one turn
+    /// to write each chunk.
     fn turns(&self, bench: &Workbench<'_>, record: usize) -> u32 {
         let chunks = bench.chunks_of(record);
         if self.asked.is_whole() { 2 * chunks + 1 } else { chunks.max(1) }
@@ -291,7 +293,8 @@ impl Work for Apply {
     }
 
     /// Returns the turn of the function's call on a whole record. This turn comes after the turns that read the record,
-    /// and before the turns that write the record.
+    /// and before the turns that write the record. Returns `None` if the function gets the record in chunks, or if the
+    /// record has no elements.
     fn called_at(&self, bench: &Workbench<'_>, record: usize) -> Option<u32> {
         let chunks = bench.chunks_of(record);
         (self.asked.is_whole() && chunks > 0).then_some(chunks)

@@ -1,4 +1,5 @@
-//! Calls the users' functions on a separate thread, one at a time, while the pipeline's thread reads and writes.
+//! Calls users' functions on whole records, one at a time, on a separate thread. Meanwhile the pipeline's thread reads
+//! and writes.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
@@ -19,7 +20,7 @@ struct Calls {
 /// Calls one function at a time. Dropping a `Caller` waits for the running call.
 #[derive(Default)]
 pub(crate) struct Caller {
-    /// `None` until the first call starts the thread. Most engines never call a function.
+    /// `None` until the first call starts the thread. An engine that makes no call has no such thread.
     calls: Option<Calls>,
 }
 

@@ -10,7 +10,8 @@ use crate::{
 };
 
 /// Updates one chunk in place. The chunk's values are in memory already: a read has loaded the values from storage,
-/// `Live::take` has copied the values, or the record is in the RAM tier.
+/// `Live::take` has copied the values, the record is in the RAM tier, or the caller of `Workbench::on_chunk` has given
+/// memory with the values.
 pub(crate) fn stepped(bench: &Workbench<'_>, turn: &Turn, gradient: Floats<'_>, scalars: &Scalars) -> Result<()> {
     let &Turn { record, index: chunk, ref memory } = turn;
     let elements = bench.elements(record, chunk).len();

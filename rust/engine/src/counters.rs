@@ -1,25 +1,27 @@
-//! Counts the jobs and bytes of the pipeline, and the time that the pipeline's thread spends.
+//! Counts the jobs and bytes of an engine, and measures the time that it spends.
 
 use std::time::Duration;
 
-/// Jobs, bytes and times of the pipeline since the engine started.
+/// Jobs, bytes and times of an engine since it started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Number of updates of records.
+    /// Updates of records by kernels of this library. If several jobs settle chunks of a record, each job counts.
     pub updates: u64,
     /// Jobs that applied a deferred update to get the record's values, and did not write the record.
     pub computed: u64,
-    /// Records to which a function was applied.
+    /// Jobs that applied a function to a record.
     pub applied: u64,
     /// Records whose first values were written.
     pub fills: u64,
-    /// Gradients that were spilled, or added to a spilled gradient.
+    /// Jobs that spilled a gradient, added to a spilled gradient, or copied it to the other place of its record.
+    /// `Engine::update_spilling` counts as an update instead.
     pub spills: u64,
-    /// Chunks computed.
+    /// Turns that the pipeline computed, and chunks that were updated in the RAM tier.
     pub chunks: u64,
-    /// Bytes of state read.
+    /// Bytes of state read from storage.
     pub state_read: u64,
-    /// Bytes of values read. An update reads the values only if the record has no separate master weights.
+    /// Bytes of values read from storage. A kernel's update reads the values only if the record has no separate master
+    /// weights, and only if the caller gave no values.
     pub values_read: u64,
     /// Bytes of state written.
     pub state_written: u64,
@@ -34,21 +36,23 @@ pub struct Counters {
     /// Updates whose gradient did not fit into the gradient log. The pipeline wrote the whole record of each such
     /// update instead.
     pub unlogged: u64,
-    /// Bytes of callers' tensors in queued and running jobs.
+    /// Bytes of callers' tensors in queued and running jobs. The `values` that a caller gives to an update or to
+    /// `Engine::apply` do not count.
     pub queued: u64,
     /// Peak of `queued`, measured each time a job of a step is queued. Jobs that only write first values are not
     /// measured.
     pub queued_peak: u64,
-    /// Bytes of the gradients that stay in memory until their step is committed. Only records in RAM have such
-    /// gradients.
+    /// Bytes of gradients of records in RAM: the gradients of waiting updates, and the gradients that are kept in
+    /// memory instead of spilled.
     pub waiting: u64,
     /// Peak of `waiting`.
     pub waiting_peak: u64,
-    /// Time spent on updates of records in RAM. These updates run after the commit.
+    /// Time spent after commits on updates of records in RAM.
     pub applying: Duration,
     /// Time that the pipeline's thread waited for a job.
     pub idle: Duration,
-    /// Time spent waiting for reads, including the verification of checksums.
+    /// Time spent on starting reads and waiting for them. This includes waits for free staging chunks, and the
+    /// verification of checksums.
     pub reading: Duration,
     /// Time spent computing, including waits for functions that run on another thread.
     pub computing: Duration,

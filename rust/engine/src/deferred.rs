@@ -47,11 +47,11 @@ pub(crate) struct State {
     /// The deferred updates that the last commit named, by record.
     behind: BTreeMap<usize, Arc<Behind>>,
     /// For each record, the marks of the jobs that settle the record. A job settles some chunks of the record, or all
-    /// chunks. The queue may have dropped some of these jobs.
+    /// chunks. Some of these jobs may have ended, or the queue may have dropped them.
     settling: BTreeMap<usize, Vec<Arc<Mark>>>,
 }
 
-/// A deferred update that the last commit named. The record's slot does not contain this update yet.
+/// A deferred update that a commit named. The record's slot does not contain this update until the record is settled.
 pub(crate) struct Behind {
     rule: (Taken, Vec<f32>),
     dtype: Dtype,
@@ -119,8 +119,9 @@ impl Engine {
     /// engine settles the record before the commit of the next step. It settles the record earlier if a reader needs
     /// more than the values that [`Engine::fetch`] computes.
     ///
-    /// Returns `false` if the update cannot be deferred. There are four possible reasons: the record is in RAM, it has
-    /// no second place for its gradient, it has state that is not cut into chunks, or there are more than 16 factors.
+    /// Returns `false` if the update cannot be deferred, for one of these reasons: the record is in RAM, it has no
+    /// second place for its gradient, its spilled gradients are not float32, bfloat16 or float16, it has state that is
+    /// not cut into chunks, or there are more than 16 factors.
     pub fn defer(&self, record: usize, rule: impl Into<Rule>, factors: &[f32], mut wait: Wait<'_>) -> Result<bool> {
         let described = self.known(record)?;
         let store = &self.shared.store;
@@ -146,8 +147,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Queues a job that settles a record, if the record has a deferred update. The job runs after the jobs that are in
-    /// the queue already.
+    /// Queues a job that settles a record, if the record has a deferred update and no other job settles the record. The
+    /// job runs after the jobs that are in the queue already.
     pub fn settle_later(&self, record: usize, wait: &mut Wait<'_>) -> Result<()> {
         self.known(record)?;
         match self.shared.settling(record, false) {
@@ -327,8 +328,8 @@ impl Settle {
         let name = &bench.store.description().records[turn.record].name;
         Err(Error::Usage(format!(
             "the values of chunk {} of {name:?} were computed twice from the same state and gradient, and the results \
-             differ: the memory or the processor of this machine is faulty. Check the machine, then resume from the last \
-             commit",
+             differ: the memory or the processor of this machine may be faulty. Check the machine, then resume from \
+             the last commit",
             turn.index
         )))
     }

@@ -40,8 +40,8 @@ const CHUNKS_MAX: usize = 64;
 pub struct Options {
     /// Number of staging chunks.
     pub chunks: usize,
-    /// The largest number of bytes that the gradients in the queue may have. A gradient with more bytes waits until the
-    /// queue is empty.
+    /// The largest number of bytes of callers' tensors, such as gradients, in queued and running jobs. A job with more
+    /// bytes waits until no other job has such tensors.
     pub queue_bytes_max: usize,
     /// Bytes of memory for one whole record. The engine needs this memory to call functions that get whole records.
     pub whole_bytes: usize,
@@ -49,7 +49,7 @@ pub struct Options {
     /// record while a function computes on the first record. A second record that is larger than this memory waits for
     /// the memory of the first record.
     pub whole_next_bytes: usize,
-    /// Number of threads that apply updates to records in RAM after a commit.
+    /// Number of threads that apply updates to records in RAM after a commit, but at most `chunks` threads.
     pub threads: NonZeroUsize,
 }
 
@@ -136,6 +136,9 @@ impl Engine {
     /// of `values` do not count towards the queue's bound.
     ///
     /// Returns once the queue has room for the gradient. The job holds the gradient until the update is computed.
+    ///
+    /// An update of a record in RAM waits for [`Engine::finish`] or [`Engine::commit`] instead, because the model still
+    /// computes with the record. It drops `values`.
     pub fn update(
         &self,
         record: usize,
@@ -204,7 +207,8 @@ impl Engine {
 
     /// Queues a job that writes a gradient to the record's place for a spilled gradient. With `add`, the job adds
     /// `gradient` to the gradient that is in this place already. It computes the sum in float32, or in float64 for
-    /// float64 gradients. It rounds the sum once, to the dtype of the spilled gradient.
+    /// float64 gradients. It rounds the sum once, to the dtype of the spilled gradient. If the record is in RAM, this
+    /// function queues no job: it keeps the gradient, or the sum, in memory.
     ///
     /// Returns once the queue has room for the gradient. A spilled gradient is not part of a step: a commit keeps the
     /// spilled gradient, and opening the store again forgets it. If the job fails or is discarded, the record has no
@@ -266,7 +270,8 @@ impl Engine {
         Ok(self.shared.store.set_spilled(record, None)?)
     }
 
-    /// Queues a job that calls a function on a record: on one chunk after the other, or on the whole record at once.
+    /// Queues a job that calls a function on a record: on one chunk after the other, or on the whole record at once. If
+    /// the record is in RAM, the job waits for [`Engine::finish`] or [`Engine::commit`], and drops `values`.
     ///
     /// Returns once the queue has room for the function's tensors. `values` are the record's values after the last
     /// commit, as for [`Engine::update`]. State tensors that are not cut into chunks are read before the first call of
@@ -294,8 +299,7 @@ impl Engine {
         self.shared.queue.push(Job::new(record, apply.on_live(live)), &mut wait)
     }
 
-    /// Returns an error if the record has no spilled gradient and no job in the queue will spill a gradient of the
-    /// record.
+    /// Returns an error unless the record has a spilled gradient after all waiting and running jobs of the record.
     pub(crate) fn will_be_spilled(&self, record: usize) -> Result<()> {
         if self.ram_tier.kept(record).is_some() {
             return Ok(());
@@ -346,7 +350,7 @@ impl Engine {
         self.staging_bytes
     }
 
-    /// Returns the bytes of callers' tensors in queued and running jobs.
+    /// Returns the bytes of callers' tensors in queued and running jobs, as [`Counters::queued`] counts them.
     #[must_use]
     pub fn queued_bytes(&self) -> usize {
         self.shared.queue.lock().queued_bytes
@@ -376,8 +380,8 @@ impl Engine {
         }
     }
 
-    /// Drops the queued jobs, waits until the running jobs have stopped, and ends the thread. Uncommitted updates are
-    /// lost. A second call does nothing. A call in a forked child does nothing, too.
+    /// Drops the queued jobs that are not urgent, waits until all other jobs have stopped, and ends the thread.
+    /// Uncommitted updates are lost. A second call does nothing. A call in a forked child does nothing, too.
     pub fn close(&self) {
         if self.here().is_err() {
             return;
@@ -385,8 +389,8 @@ impl Engine {
         self.shared.queue.lock().closing = true;
         self.cancel(None);
         let thread = locked(&self.thread).take();
-        // A function may close the engine that runs it. The thread of the engine is then not joined, because a thread
-        // cannot wait for itself. The thread of the engine ends after the function has returned.
+        // A function may close the engine that calls it. Do not join the pipeline's thread then: it runs the function
+        // or waits for it. The thread ends after the function has returned.
         if let Some(thread) = thread.filter(|_| !self.shared.queue.is_worker()) {
             drop(thread.join());
         }
@@ -416,8 +420,8 @@ impl Shared {
             lose_spilled(&self.store, mark);
         }
         self.queue.notify();
-        // `notify` comes first, so that all waiting callers wake even if the line below panics. Dropping the jobs drops
-        // the callers' buffers, and the drop of a buffer may panic.
+        // Dropping the jobs drops the callers' buffers, and the drop of a buffer may panic. So wake all waiting callers
+        // first, and catch the panic.
         drop(caught(|| drop(dropped)));
     }
 }

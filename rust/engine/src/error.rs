@@ -9,16 +9,18 @@ pub type Cause = Arc<dyn std::error::Error + Send + Sync>;
 /// The result of this crate's fallible functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of the engine. The type is `Clone` because the queue keeps the error of a failed step and returns this
-/// error to several callers.
+/// An error of the engine. The type is `Clone` because the engine keeps some errors, such as the error of a panic, and
+/// returns them several times.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is wrong, so the call was rejected.
+    /// An argument, or a rule in the store's log, is wrong. This variant also reports bugs of the engine, and threads
+    /// that could not be started.
     #[error("{0}")]
     Invalid(String),
 
-    /// The engine's present state does not allow the call.
+    /// The present state does not allow the operation. For example, the engine is closed, or values in memory are not
+    /// those of the last commit.
     #[error("{0}")]
     Usage(String),
 
@@ -26,12 +28,12 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] memascend_store::Error),
 
-    /// The staging chunks could not be allocated.
-    #[error("the engine could not get memory for its staging chunks: {0}")]
+    /// The engine could not lease staging memory.
+    #[error("the engine could not lease staging memory: {0}")]
     Memory(Arc<memascend_mem::Error>),
 
     /// A function for `Engine::apply`, or the source of a gradient, returned an error.
-    #[error("the function applied to {name:?} failed: {cause}")]
+    #[error("a function that the engine called for {name:?} failed: {cause}")]
     Function {
         /// The name of the record.
         name: String,
@@ -39,15 +41,14 @@ pub enum Error {
         cause: Cause,
     },
 
-    /// A panic of this crate, or of an applied function, ended the engine's thread.
+    /// Code of this crate panicked, or code that it called, such as an applied function.
     #[error(
-        "a panic ended the engine's thread ({0}), so updates that were not committed are lost; close this engine and \
-         resume \
-         from the last commit, which is intact"
+        "a panic ended the engine's work ({0}), so updates that were not committed are lost; close this engine and \
+         resume from the last commit"
     )]
     Panicked(String),
 
-    /// The update kernels reject a hyperparameter.
+    /// A function of `memascend_math` rejected its arguments, such as a hyperparameter.
     #[error(transparent)]
     Math(#[from] memascend_math::Error),
 }

@@ -1,4 +1,4 @@
-//! Writes the first values of a record, one extent after the other. Reads nothing from storage.
+//! Writes the first values and state of a record to storage, one chunk after the other. Reads nothing from storage.
 
 use std::ops::Range;
 
@@ -14,16 +14,17 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, clear_from, elements_mut},
 };
 
-/// The name of the state tensor with the master weights. If the caller gives no first contents for this tensor, the job
-/// fills the tensor with the values, widened to float32.
+/// The name of the state tensor with the master weights. See [`First::state`].
 const MASTER: &str = "master";
 
-/// The first contents of the tensors of a record. The job holds this memory until it has written the contents.
+/// The first contents of the tensors of a record. The job holds this memory until it has copied all contents to staging
+/// chunks.
 pub struct First {
     /// The values of the record.
     pub values: Box<dyn Buffer>,
-    /// The state tensors, in the order of the description. For `None`, the job writes zeros. There is one exception:
-    /// for a float32 tensor that is named "master" and has the record's shape, `None` makes the job write the values.
+    /// The state tensors, in the order of the description. For `None`, the job writes zeros, unless `wide` has the
+    /// contents. There is one exception: if the values are float32, bfloat16 or float16, `None` for a float32 tensor
+    /// that is named "master" and has the record's shape makes the job write the values, widened to float32.
     pub state: Vec<Option<Box<dyn Buffer>>>,
     /// Float32 contents for state that the record's format stores in fewer bits: compact master weights, and moments in
     /// 16 or 8 bits. The job rounds each float32 number to the nearest number of the format. If master weights are
@@ -33,7 +34,7 @@ pub struct First {
     pub step: u64,
 }
 
-/// Where the first bytes of a state tensor come from.
+/// Where the first contents of a state tensor come from.
 enum Source {
     Given(Box<dyn Buffer>),
     Zeros,
@@ -100,8 +101,9 @@ impl Fill {
         }
     }
 
-    /// Rounds one chunk of the tensors in `wide` to the format of the record. `build` has filled the rest of the
-    /// staging chunk before.
+    /// Rounds one chunk of the tensors in `wide` to the format of the record. `build` must have filled the staging
+    /// chunk before. Returns an error if a second moment is negative, or if an element of `values` differs from its
+    /// rounded master weight.
     fn narrow(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let elements = bench.elements(record, chunk);
@@ -150,7 +152,7 @@ impl Fill {
         Ok(())
     }
 
-    /// Fills the memory of an extent from the given tensors.
+    /// Fills `part`, the memory of an extent, with the first contents of the extent.
     fn build(&self, bench: &Workbench<'_>, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let (store, description) = (bench.store, bench.store.description());
         let place = store.layout().extent(description, record, extent);
@@ -191,7 +193,8 @@ impl Fill {
                         Source::Zeros => bytes[at..filled].fill(0),
                         Source::Values => {
                             let values = floats(&*self.values, self.dtype, elements.start, elements.len());
-                            // SAFETY: only this turn uses the chunk now, and nothing uses `bytes` after this line.
+                            // SAFETY: only this turn uses the chunk now, and nothing uses `bytes` after this line. The
+                            // tensors of a chunk are aligned to 64 bytes.
                             let master = unsafe { elements_mut::<f32>(part, at, elements.len()) };
                             widen(values, master, bench.exec)?;
                         }
@@ -258,7 +261,8 @@ impl Work for Fill {
 }
 
 /// Returns an error if a tensor in `wide` is not aligned, or does not have the record's number of float32 elements.
-/// Also returns an error for a tensor that the record's format stores in float32, or does not store at all.
+/// Also returns an error for master weights unless the format is compact, and for a moment if the format stores moments
+/// in float32.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = described.elements() as usize * size_of::<f32>();
@@ -276,14 +280,15 @@ fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result
             let (got, format) = (tensor.len(), described.format.name());
             return Err(Error::Invalid(format!(
                 "{name:?}, a record of the format {format:?}, cannot take a float32 {what} of {got} bytes: give a \
-                 float32 {what} only if the format stores a rounded {what}, and give {nbytes} bytes of aligned memory"
+                 float32 {what} only if the format stores the {what} in fewer bits or in two parts, and give {nbytes} \
+                 bytes of aligned memory"
             )));
         }
     }
     Ok(())
 }
 
-/// Returns the given range of elements of the float32 tensor `given`. Returns `None` if there is no tensor.
+/// Returns the elements in the range `elements` of the float32 tensor `given`. Returns `None` if `given` is `None`.
 fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Option<&'a [f32]> {
     match floats(given?, Dtype::F32, elements.start, elements.len()) {
         Floats::F32(part) => Some(part),
@@ -291,7 +296,7 @@ fn wide_part<'a>(given: Option<&'a dyn Buffer>, elements: &Range<usize>) -> Opti
     }
 }
 
-/// True if the bytes of an element are a NaN.
+/// True if `bytes` are a NaN of bfloat16 or float16. False for every other dtype.
 fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     match (dtype, bytes) {
         (Dtype::Bf16, &[low, high]) => u16::from_le_bytes([low, high]) & 0x7FFF > 0x7F80,
@@ -300,7 +305,7 @@ fn is_nan(dtype: Dtype, bytes: &[u8]) -> bool {
     }
 }
 
-/// Fills `out` with bytes of a caller's buffer, beginning with byte `start` of the buffer.
+/// Fills `out` with bytes of `memory`, beginning with byte `start`. Panics if `memory` has too few bytes.
 pub(crate) fn copied(memory: &dyn Buffer, start: usize, out: &mut [u8]) {
     assert!(start + out.len() <= memory.len(), "bytes past the end of a tensor");
     // SAFETY: the assertion above keeps the range inside `memory`, which stays mapped while it is borrowed.

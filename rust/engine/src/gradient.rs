@@ -70,8 +70,9 @@ impl Window {
     /// bytes.
     ///
     /// # Safety
-    /// `address` must be valid for reads of `nbytes` bytes, and aligned for the dtype of the gradient. Nothing may
-    /// write to this memory until the engine calls a source again, or until all jobs of this source have ended.
+    /// `address` must be aligned for the dtype of the gradient, and `start` must be a multiple of the size of an
+    /// element. Until the engine calls a source again, or until all jobs of this source have ended, `address` must be
+    /// valid for reads of `nbytes` bytes, and nothing may write to this memory.
     #[must_use]
     pub unsafe fn new(address: NonNull<u8>, start: usize, nbytes: usize) -> Self {
         Self { address, start, nbytes }
@@ -79,7 +80,8 @@ impl Window {
 }
 
 impl Gradient {
-    /// Creates a gradient of `dtype` in `memory`. The memory must be aligned for `dtype`.
+    /// Creates a gradient of `dtype` in `memory`. Returns an error if a gradient cannot have this dtype, or if `memory`
+    /// is not aligned for `dtype` or does not hold a whole number of elements.
     pub fn new(memory: Box<dyn Buffer>, dtype: Dtype) -> Result<Self> {
         let element = require_float(dtype)?;
         if !memory.is_empty()
@@ -95,6 +97,7 @@ impl Gradient {
     }
 
     /// Creates a gradient of `nbytes` bytes of `dtype`. The engine calls `source` for each window of the gradient.
+    /// Returns an error if a gradient cannot have this dtype, or if `nbytes` is not a whole number of elements.
     pub fn lent(source: Box<Source>, nbytes: usize, dtype: Dtype) -> Result<Self> {
         if !nbytes.is_multiple_of(require_float(dtype)?) {
             return Err(Error::Invalid(format!(
@@ -106,8 +109,7 @@ impl Gradient {
         Ok(Self { memory: Memory::Away { source, nbytes, window: Cell::new(None) }, dtype })
     }
 
-    /// Returns the size of the gradient in bytes. These bytes count towards the queue's bound until the job has used
-    /// the gradient.
+    /// Returns the size of the gradient in bytes.
     #[must_use]
     pub fn nbytes(&self) -> usize {
         match &self.memory {
@@ -143,8 +145,9 @@ impl Gradient {
     /// range ends. Bytes that a source lent are valid until the engine calls a source again.
     pub(crate) fn bytes(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<&[u8]> {
         let first = self.at(store, record, start, nbytes)?;
-        // SAFETY: `at` checked the range. `self` keeps the memory mapped, and nothing writes to it ([Note: handed-over
-        // memory]).
+        // SAFETY: `at` checked the range. Host memory stays mapped while `self` lives, and nothing writes to it ([Note:
+        // handed-over memory]). A window stays valid and unchanged until the engine calls a source again
+        // (`Window::new`), and callers do not use the bytes after that.
         Ok(unsafe { elements(first, 0, nbytes) })
     }
 
@@ -153,22 +156,25 @@ impl Gradient {
     pub(crate) fn part(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<Floats<'_>> {
         let element = self.dtype.bytes() as usize;
         let first = self.at(store, record, start * element, count * element)?;
-        // SAFETY: `at` checked the range, and nothing writes to the memory. The memory is aligned for the dtype, as
-        // `Gradient::new` and `Window::new` require.
+        // SAFETY: `at` checked the range. The memory stays valid and unchanged, as in `bytes`. It is aligned for the
+        // dtype, as `Gradient::new` and `Window::new` require.
         Ok(unsafe { floats_at(first, self.dtype, 0, count) })
     }
 
-    /// Returns `count` elements of a float64 gradient, beginning with element `start`. Panics if the gradient ends
-    /// before this range ends. Elements that a source lent are valid until the engine calls a source again.
+    /// Returns `count` elements of a float64 gradient, beginning with element `start`. Panics if the gradient has
+    /// another dtype, or ends before this range ends. Elements that a source lent are valid until the engine calls a
+    /// source again.
     pub(crate) fn doubles(&self, store: &Store, record: usize, start: usize, count: usize) -> Result<&[f64]> {
         assert_eq!(self.dtype, Dtype::F64, "a gradient of another dtype");
         let first = self.at(store, record, start * size_of::<f64>(), count * size_of::<f64>())?;
-        // SAFETY: `at` checked the range, nothing writes to the memory, and the memory is aligned for float64.
+        // SAFETY: `at` checked the range. The memory stays valid and unchanged, as in `bytes`, and is aligned for
+        // float64.
         Ok(unsafe { elements(first, 0, count) })
     }
 
     /// Returns the address of `nbytes` bytes of the gradient, beginning with byte `start`. Calls the source if its last
-    /// window does not have all of these bytes.
+    /// window does not have all of these bytes, and returns the error of the source. Panics if the gradient ends before
+    /// these bytes end, or if the source lends a window without them.
     fn at(&self, store: &Store, record: usize, start: usize, nbytes: usize) -> Result<*const u8> {
         assert!(start + nbytes <= self.nbytes(), "bytes past the end of a gradient");
         let (memory, from) = match &self.memory {
@@ -225,7 +231,7 @@ pub(crate) fn floats(memory: &dyn Buffer, dtype: Dtype, start: usize, count: usi
     assert!((start + count) as u64 * dtype.bytes() <= memory.len() as u64, "elements past the end of a tensor");
     // SAFETY: the assertion above keeps the elements inside `memory`. The memory is aligned for the dtype and stays
     // mapped while it is borrowed. Callers do not write to `memory` meanwhile ([Note: handed-over memory]). If `memory`
-    // is a staging chunk, only the turn that owns the chunk could write to the chunk, and this turn is reading.
+    // belongs to a turn, like a staging chunk, only this turn could write to it, and this turn is reading.
     unsafe { floats_at(memory.as_ptr(), dtype, start, count) }
 }
 
@@ -243,7 +249,8 @@ unsafe fn floats_at<'a>(memory: *const u8, dtype: Dtype, start: usize, count: us
 }
 
 /// # Safety
-/// `memory` must hold at least `start + count` aligned elements, and nothing may write to them while the slice lives.
+/// While the slice lives, `memory` must hold at least `start + count` aligned and valid elements, and nothing may write
+/// to them.
 unsafe fn elements<'a, T>(memory: *const u8, start: usize, count: usize) -> &'a [T] {
     if count == 0 {
         return &[];

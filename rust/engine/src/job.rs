@@ -8,13 +8,14 @@ use crate::{
     workbench::{Read, Workbench, Write},
 };
 
-/// A function call that [`Caller`](crate::caller::Caller) runs. The call drops everything that it captured, and the
-/// pipeline gets the result only after that.
+/// A call of a user's function, which runs on the thread of [`Caller`](crate::caller::Caller) or on the pipeline's
+/// thread. The call drops all captured values before it returns.
 pub(crate) type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// A kind of job. It defines what each turn reads, computes and writes. The pipeline decides the order of the turns.
 pub(crate) trait Work: Send {
-    /// Returns how many bytes of the caller's tensors the job holds.
+    /// Returns how many bytes of the caller's tensors count towards the queue's bound while the job holds them. The
+    /// values in a [`Live`](crate::live::Live) do not count.
     fn nbytes(&self) -> usize {
         0
     }
@@ -25,8 +26,8 @@ pub(crate) trait Work: Send {
         true
     }
 
-    /// True if kernels of this library compute the update, and false if a function of the user computes it. The kernels
-    /// can update one record of the RAM tier in place, on several threads.
+    /// True if the job calls no function of the user. Only then can several threads update a record of the RAM tier in
+    /// place.
     fn is_ours(&self) -> bool {
         true
     }

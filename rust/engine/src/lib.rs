@@ -1,9 +1,9 @@
 //! Updates the training state of a store in a pipeline. The pipeline reads a chunk of state, computes the update, and
 //! writes the updated chunk to the slot that the last commit does not use.
 //!
-//! An [`Engine`] owns one thread and a few staging chunks, the buffers through which the state passes.
+//! An [`Engine`] owns the pipeline's thread and a few staging chunks, the buffers through which the state passes.
 //! [`Engine::update`] queues the update of one parameter and returns at once. It waits only if the queue has no room
-//! for the gradient ([`Options::queue_bytes_max`]). [`Engine::finish`] waits until every update is staged.
+//! for the gradient ([`Options::queue_bytes_max`]). [`Engine::finish`] waits until every queued update is staged.
 //! [`Engine::commit`] makes the staged step the valid state of the store, and [`Engine::discard`] drops the staged
 //! step.
 

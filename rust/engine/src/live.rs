@@ -20,7 +20,7 @@ pub(crate) struct Live(Box<dyn Buffer>);
 
 impl Live {
     /// Returns `values` as a `Live`. Returns `None` if an update of the record does not compute with the record's
-    /// values.
+    /// values. Returns an error if `values` does not have the size of the record's values.
     pub(crate) fn new(store: &Store, record: usize, values: Box<dyn Buffer>) -> Result<Option<Self>> {
         let described = &store.description().records[record];
         let wanted = described.elements() * described.dtype.bytes();
@@ -33,9 +33,9 @@ impl Live {
         Ok(are_needed(described).then_some(Self(values)))
     }
 
-    /// Copies a chunk of the values to the staging chunk, and compares the copy with the stored checksum. Without this
-    /// check, values that were changed in place, or that belong to another step, would silently corrupt the master
-    /// weights.
+    /// Copies a chunk of the values to the staging chunk. Returns an error if the copy does not have the stored
+    /// checksum. Without this check, values that were changed in place, or that belong to another step, would silently
+    /// corrupt the updated weights.
     pub(crate) fn take(&self, bench: &Workbench<'_>, turn: &Turn) -> Result<()> {
         let &Turn { record, index: chunk, ref memory } = turn;
         let (part, elements) = (bench.part(record, chunk, memory)?, bench.elements(record, chunk));
@@ -52,10 +52,9 @@ impl Live {
         }
         let name = &described.name;
         Err(Error::Usage(format!(
-            "the values of {name:?} in memory are not those of the last commit: code changed them in a way that torch \
-             cannot \
-             detect, such as numpy, data_ptr() or a custom kernel, and the update would lose this change. Call zero_grad(), \
-             then change the values within memascend.materialized(model, modify=True)"
+            "the values of {name:?} in memory are not those of the last commit: code may have changed them in a way \
+             that torch cannot detect, such as numpy, data_ptr() or a custom kernel, and the update would lose such a \
+             change. Call zero_grad(), then change the values within memascend.materialized(model, modify=True)"
         )))
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     workbench::{Workbench, Write, bytes_mut, bytes_of, clear_from},
 };
 
-/// A gradient for the log. It is the gradient that the caller gave, before it is multiplied by any factor.
+/// A gradient for the log, before the update multiplies it by any factor.
 pub(crate) struct Logged {
     memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -26,8 +26,8 @@ impl Logged {
     }
 }
 
-/// A job that writes data of a record in RAM during the backward: the gradient, the whole record, or both. The update
-/// runs in memory after the commit.
+/// A job that writes data of a record in RAM before the commit: the gradient, the whole record, or both. An update of
+/// the record runs in memory after the commit.
 pub(crate) struct RamTierWrite {
     /// The gradient that the job writes to the log, or `None` if the job only writes the record. `Store::begin_append`
     /// has reserved the place of the gradient in the log.
@@ -71,7 +71,7 @@ impl Work for RamTierWrite {
     }
 }
 
-/// True if the log may store updates of the record. This requires that all state of the record is cut into chunks.
+/// True if all state of the record is cut into chunks. The log stores updates of such records only.
 pub(crate) fn may_log(store: &Store, record: usize) -> bool {
     store.description().records[record].whole().next().is_none()
 }

@@ -17,7 +17,8 @@ pub(crate) fn chunk_bytes(bench: &Workbench<'_>, turn: &Turn, dtype: Dtype) -> u
     paged(bench.elements(turn.record, turn.index).len(), dtype).1
 }
 
-/// Decodes a rule of the log. Returns an error if the record does not have the state that the rule needs.
+/// Decodes a rule of the log and its factors. Returns an error if [`rule::taken`] cannot decode the rule, or if the
+/// record does not have the state that the rule needs.
 pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let (taken, factors) = rule::taken(rule)?;
     let described = &store.description().records[record];
@@ -33,8 +34,7 @@ pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Logg
     let (name, rule) = (&described.name, &rule.name);
     Err(Error::Invalid(format!(
         "the store's log has gradients of {name:?} for the rule {rule:?}, but {name:?} does not have the state that \
-         this \
-         rule needs: open the store with the version of memascend that wrote it"
+         this rule needs: open the store with the version of memascend that wrote it"
     )))
 }
 
@@ -58,8 +58,9 @@ pub(crate) fn applied(
     }
 }
 
-/// Registers the engine's kernels with a store. The store calls these kernels to apply its log for a caller that reads
-/// the store before the log is replayed.
+/// Registers the engine's kernels with a store. The store calls these kernels when it rebuilds the newest state of a
+/// record from a slot and the log. It does so, for example, for a caller that reads the store before the log is
+/// replayed.
 pub fn apply_logs(store: &Store) {
     store.apply_with(|store, logged| {
         let apply = || {

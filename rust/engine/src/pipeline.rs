@@ -1,15 +1,16 @@
 //! Overlaps reads, arithmetic and writes of several turns, in a fixed order.
 //!
-//! The pipeline runs the turns of all jobs, in the order of the queue. It computes one turn at a time. Meanwhile it
-//! reads the next turns into half of the staging chunks, and writes earlier turns from the other half. The order of
-//! operations depends on the jobs alone, never on time, so that a run on a simulated device can be repeated. The
-//! pipeline begins a job after all operations of earlier jobs of the same record have ended.
+//! The pipeline runs the turns of jobs in the order of the queue, and the turns of urgent jobs before all others. It
+//! computes one turn at a time. Meanwhile it reads the next turns into half of the staging chunks, and writes earlier
+//! turns from the other half. With the same jobs in the queue, the order of operations never depends on how long an
+//! operation takes, so that a run on a simulated device can be repeated. The pipeline begins a job that is not urgent
+//! after all operations of earlier jobs of the same record have ended.
 //!
 //! A function that gets a whole record runs on the thread of [`Caller`]. Meanwhile the pipeline writes the previous
 //! whole record and reads the next whole record, if the engine has memory for two whole records. The pipeline never
-//! polls the call. It waits for the call in two cases: before it starts the next function, and if nothing else is left
-//! to do. So two functions never run at once. A turn that frees the memory of a whole record waits for earlier turns
-//! only, so there is no deadlock.
+//! polls the call. It waits for the call in three cases: before it starts the next function, if nothing else is left to
+//! do, and after an error. So two functions never run at once. A turn that frees the memory of a whole record waits for
+//! earlier turns only, so there is no deadlock.
 
 use std::{
     cell::Cell,
@@ -65,13 +66,13 @@ impl Drop for Room<'_> {
     }
 }
 
-/// The sign that a job is running. It is dropped after the last write of the job has ended, or after the job has
-/// failed.
+/// Keeps a job among the running jobs of the queue. The value is dropped after the last operation of the job has ended,
+/// also if the job has failed or was cancelled.
 struct Running<'a> {
     store: &'a Store,
     queue: &'a Queue,
     mark: Arc<Mark>,
-    /// True once a write of the job has failed, or was dropped before the pipeline waited for it.
+    /// True once a write of the job has failed, or [`Pipeline::fail`] has dropped a write of the job.
     failed: Cell<bool>,
 }
 
@@ -102,7 +103,7 @@ impl Drop for Running<'_> {
 }
 
 /// Forgets the spilled gradient of a record, if the job with this mark should have written the gradient. Call this if
-/// the job failed or was dropped: the store then does not have the gradient that the caller spilled.
+/// the job failed, or was cancelled or dropped: the store then does not have the gradient that the caller spilled.
 pub(crate) fn lose_spilled(store: &Store, mark: &Mark) {
     if mark.leaves == Leaves::Gradient {
         // `set_spilled` fails only for a record without a place for gradients.
@@ -235,8 +236,9 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    /// Returns the next turn to read. This is a turn of the urgent job, else of the current job, else of a new job.
-    /// Waits for a new job only if nothing is in flight.
+    /// Returns the next turn to read. This is a turn of the urgent job, else of the current job, else of a job in
+    /// `called`, else of a new job. Waits for a new job only if nothing is in flight. Returns `None` if there is no
+    /// such turn, or if the next job cannot begin yet.
     fn next_turn(&mut self) -> Result<Option<(Rc<Begun<'a>>, u32)>> {
         loop {
             if let Some((job, turn)) = self.urgent.take() {
@@ -282,7 +284,8 @@ impl<'a> Pipeline<'a> {
             || self.writing.iter().any(|writing| writing.running.mark.record == record)
     }
 
-    /// Begins a job, and returns `None`. If the memory that the job needs is not free yet, returns the job instead.
+    /// Begins a job, or drops the job if it is cancelled, and returns `None`. If the memory that the job needs is not
+    /// free yet, returns the job instead.
     fn begin(&mut self, job: Job) -> Result<Option<Job>> {
         let claimed = if job.mark.is_cancelled() { Ok(true) } else { job.work.claim(&self.bench, job.mark.record) };
         if matches!(claimed, Ok(false)) && !self.is_still() {
@@ -408,8 +411,8 @@ impl<'a> Pipeline<'a> {
         writing.running.record_error(result)
     }
 
-    /// Ends the step after an error: records the first error, drops the waiting jobs, and waits for the operations in
-    /// flight.
+    /// Ends the step after an error: records the first error, drops all jobs that are not urgent, and waits for the
+    /// operations of these jobs.
     fn fail(&mut self, error: Error) {
         let mut state = self.queue.lock();
         state.failed.get_or_insert(error);

@@ -23,7 +23,8 @@ pub(crate) struct QueueState {
     urgent: VecDeque<Job>,
     /// The marks of the jobs that the pipeline has taken and that have not ended.
     running: Vec<Arc<Mark>>,
-    /// Bytes of callers' tensors in waiting and running jobs.
+    /// The sum of `Work::nbytes` of the waiting jobs, and of the running jobs that the pipeline has not computed to the
+    /// end.
     pub(crate) queued_bytes: usize,
     /// True while the pipeline has a job, or an operation in flight.
     busy: bool,
@@ -31,13 +32,14 @@ pub(crate) struct QueueState {
     /// of the [`Pause`] changes data that urgent jobs read.
     pauses: u32,
     pub(crate) closing: bool,
-    /// The first error of the step. `failure` returns this error once. After that, the step can only be discarded.
+    /// The first error of the step. `failure` returns this error once. A failed step can only be discarded.
     pub(crate) failed: Option<Error>,
     /// True once `failure` has returned the error in `failed`.
     pub(crate) is_reported: bool,
     /// The error that ended the pipeline's thread before the engine was closed. No job runs after this error.
     ended_by: Option<Error>,
-    /// `piped` has the counts of the pipeline. `counters` has the counts of all other code.
+    /// `piped` is a copy of the counters of the pipeline's `Workbench`. `counters` has the counts that any thread adds
+    /// under the lock.
     pub(crate) piped: Counters,
     pub(crate) counters: Counters,
 }
@@ -53,8 +55,9 @@ impl QueueState {
         self.ended_by.clone().map_or(Ok(()), Err)
     }
 
-    /// Returns the error of a failed step. The first call returns the error itself. Later calls return an error which
-    /// says that the step can only be discarded.
+    /// Returns an error if the pipeline's thread has ended early, or if the step has failed. For a failed step, the
+    /// first call returns the first error of the step. Later calls return an error which says that the step can only be
+    /// discarded.
     pub(crate) fn failure(&mut self) -> Result<()> {
         self.alive()?;
         match &self.failed {
@@ -112,8 +115,8 @@ impl QueueState {
             .for_each(|mark| mark.cancel());
     }
 
-    /// Ends the queue. Every caller that waits now, and every later caller, gets `error`. Returns the waiting jobs, and
-    /// the marks of all jobs.
+    /// Ends the queue after the pipeline's thread has ended early. From now on, `alive` and `failure` return `error`.
+    /// Returns the waiting jobs, and the marks of all jobs.
     pub(crate) fn end_by(&mut self, error: Error) -> (Vec<Job>, Vec<Arc<Mark>>) {
         self.ended_by = Some(error);
         let marks = self.marks().map(Arc::clone).collect();
@@ -186,8 +189,9 @@ impl Queue {
         self.state.notify_all();
     }
 
-    /// Adds a job once the queue has room for its bytes. A job whose bytes exceed the bound is added once the queue is
-    /// empty.
+    /// Adds a job once the queue has room for its bytes. A job whose bytes exceed the bound is added once
+    /// `queued_bytes` is 0. Returns an error if the step has failed, the pipeline's thread has ended early, or the
+    /// engine is closed.
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;
@@ -275,7 +279,8 @@ impl Queue {
         }
     }
 
-    /// Waits until `ready` returns true. Does not hold the lock while `wait.keep_waiting` runs.
+    /// Waits until `ready` returns true, and returns the locked state. Does not hold the lock while `wait.keep_waiting`
+    /// runs. Returns an error if the wait ends first, or if a thread of the engine makes this call.
     pub(crate) fn wait(
         &self,
         wait: &mut Wait<'_>,

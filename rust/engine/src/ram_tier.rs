@@ -1,5 +1,5 @@
-//! Keeps the gradients and updates of records in RAM until their step is committed. The gradient of a streamed record
-//! is spilled to storage. The gradient of a record in RAM stays in memory here.
+//! Holds back the updates of records in RAM until their step ends. Keeps the spilled gradients of these records in
+//! memory. The spilled gradient of any other record goes to storage.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -46,14 +46,14 @@ pub(crate) struct WaitingUpdates {
     records: HashSet<usize>,
     /// The gradients that are kept in memory and not spilled, by record.
     kept: BTreeMap<usize, Arc<Kept>>,
-    /// Bytes of gradients in `jobs` and `kept`. Each change updates this number, because summing thousands of jobs
-    /// would take long.
+    /// The sum of `Work::nbytes` of `jobs`, and the bytes of the gradients in `kept`. Each change updates this number,
+    /// because summing thousands of jobs would take long.
     bytes: usize,
     peak: usize,
 }
 
 impl WaitingUpdates {
-    /// Returns the bytes of gradients in `jobs` and `kept`.
+    /// Returns the bytes of the tensors that `jobs` and `kept` hold.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -211,8 +211,7 @@ impl RamTierGradients {
     }
 }
 
-/// The gradient of a record in RAM, which is kept in memory. The gradient of a streamed record would be spilled to
-/// storage.
+/// The gradient of a record in RAM. It is kept in memory instead of spilled to storage.
 pub(crate) struct Kept {
     pub(crate) memory: Arc<Host>,
     pub(crate) dtype: Dtype,
@@ -230,7 +229,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Copies the whole gradient to `into`.
+    /// Copies the whole gradient to `into`. Returns an error if `into` has another size.
     pub(crate) fn read(&self, store: &Store, record: usize, into: &mut dyn Buffer) -> Result<()> {
         if into.len() != self.memory.len() {
             let (name, wanted, got) = (&store.description().records[record].name, self.memory.len(), into.len());

@@ -1,5 +1,5 @@
-//! Applies updates to records in RAM after the commit of their step. Such an update only computes in memory, so it
-//! cannot fail half-way.
+//! Applies updates to records in RAM after the commit of their step. Such an update only computes in memory, so no I/O
+//! error can interrupt it.
 
 use std::{
     sync::{
@@ -15,8 +15,9 @@ use memascend_store::{InMemoryUpdate, Scratch, Shared, Store};
 
 use crate::{Result, error::catch_panic, ram_tier::Waiting, turn::Turn, workbench::Workbench};
 
-/// The longest time that a thread waits for a staging chunk. After a commit, only the threads of [`Workers`] use
-/// staging chunks, and there are at least as many chunks as threads. So no thread waits this long.
+/// The longest time that a thread waits for a staging chunk. There are at least as many chunks as threads. After a
+/// commit, only the threads of [`Workers`] and urgent jobs use staging chunks, and an urgent job soon returns its
+/// chunks. So no thread waits this long.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Updates chunks of records in RAM on several threads.
@@ -47,8 +48,8 @@ impl Workers<'_> {
         })
     }
 
-    /// Applies updates after their commit. If an update fails, the store returns an error to every later caller,
-    /// because the records in memory then belong to no step.
+    /// Applies updates after their commit, and returns the number of updated chunks. If an update fails, the store
+    /// rejects all later staging and commits, because the records in memory then belong to no step.
     pub(crate) fn apply(&self, waiting: Vec<Waiting>) -> Result<u64> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(0) };
         let applied = catch_panic(|| self.applied(waiting));
@@ -85,8 +86,9 @@ impl Workers<'_> {
         records.enumerate().flat_map(of).collect()
     }
 
-    /// Runs `work` on `self.threads` threads, but on at most `count` threads. All threads share one counter. Each
-    /// thread takes numbers from the counter until a number reaches `count`.
+    /// Runs `work` on the calling thread and on further threads: at most `self.threads` threads in all, and at most
+    /// `count`. `work` gets a counter that all threads share, and takes numbers from it until a number reaches `count`.
+    /// Returns an error if `work` fails on any thread.
     fn each(&self, count: usize, work: &(dyn Fn(&AtomicUsize) -> Result<()> + Sync)) -> Result<()> {
         let next = AtomicUsize::new(0);
         let threads = self.threads.min(count).max(1);

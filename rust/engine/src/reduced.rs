@@ -1,5 +1,6 @@
-//! Updates a record in a reduced format, or with the state of SGD in torch. A reduced format has moments in 16 or 8
-//! bits, or has master weights that are compact, or has no master weights.
+//! Updates records in a reduced format, and plain records by SGD. A reduced format has moments in 16 or 8 bits, compact
+//! master weights, or no master weights. `compact.rs` updates records in [`Format::Compact`], which does not count as
+//! reduced.
 
 use memascend_math::{Bf16, Codes, F16, Floats, FloatsMut, Moments, Position, Random, Reduced, Rule, Weights, update};
 use memascend_store::{BLOCK, Dtype, Format, Master, MomentForm, Record, key_of};
@@ -42,7 +43,8 @@ pub(crate) fn chunk<'a>(bench: &Workbench<'_>, turn: &'a Turn) -> Result<Reduced
     let form = Form { format: described.format, dtype: described.dtype, has_momentum: described.has_momentum() };
     // SAFETY: only this turn uses the chunk now. The tensors of a chunk are disjoint in its extent, and aligned to 64
     // bytes. An extent in a staging chunk stays mapped while the turn holds the chunk. An extent in the RAM tier stays
-    // mapped while the store holds the RAM tier.
+    // mapped while the store holds the RAM tier. Memory that the caller gave for one chunk stays mapped while `bench`
+    // holds it.
     unsafe { form.at(elements, values.as_ptr().as_ptr().expose_provenance(), places) }
 }
 
@@ -53,18 +55,19 @@ pub struct Form {
     pub format: Format,
     /// The dtype of the values.
     pub dtype: Dtype,
-    /// True if the state has one moment, the momentum of SGD. If false, the state has the two moments of Adam, or no
-    /// moment if the format is [`Format::Plain`].
+    /// True if the state has one moment, the momentum of SGD or Muon. If false, the state has the two moments of Adam,
+    /// or no moment if the format is [`Format::Plain`].
     pub has_momentum: bool,
 }
 
 impl Form {
     /// Returns the weights and moments of `elements` elements. `values` is the address of the values. `state` gives the
-    /// address of each state tensor, in the order of the tensors.
+    /// address of each state tensor, in the order of the tensors. Returns an error if `state` gives too few addresses,
+    /// or if the master weights are compact and the values are not bfloat16.
     ///
     /// # Safety
-    /// Each address must be valid for the elements that belong to it, aligned for their type, and not borrowed
-    /// elsewhere while the result lives.
+    /// Each address must be valid for reads and writes of the elements that belong to it, aligned for their type, and
+    /// not borrowed elsewhere while the result lives. The provenance of each address must be exposed.
     pub unsafe fn at<'a>(
         self,
         elements: usize,
@@ -121,13 +124,14 @@ struct Tensors<I>(I);
 impl<I: Iterator<Item = usize>> Tensors<I> {
     /// # Safety
     /// Each address must be valid for the slice that [`Tensors::next`] makes of it, aligned, and not borrowed elsewhere
-    /// while that slice lives.
+    /// while that slice lives. The provenance of each address must be exposed.
     unsafe fn new(addresses: I) -> Self {
         Self(addresses)
     }
 
     fn next<'a, T>(&mut self, count: usize) -> Result<&'a mut [T]> {
-        let lacks = || Error::Invalid("the state has fewer tensors than its format needs".into());
+        let lacks =
+            || Error::Invalid("the state has fewer tensors than its format needs: give all state tensors".into());
         let address = self.0.next().ok_or_else(lacks)?;
         if count == 0 {
             return Ok(&mut []);

@@ -36,11 +36,11 @@ struct RecordReplay {
 }
 
 impl Engine {
-    /// Applies the gradients in the log of the store. Then writes the updated records whole, and commits them as a part
-    /// of the last step. After that, the store has no log. Returns `false` if the store had no log. Before the first
+    /// Applies the gradients in the log of the store, writes the updated records whole, and commits them as a part of
+    /// the last step. After that, the store has no log. Returns `false` if the store had no log. Before the first
     /// write, verifies all data that the replay will read ([`Store::check_log`](memascend_store::Store::check_log)).
     /// `progress` gets two numbers: the bytes of gradients that are done, and the bytes of all gradients. If `progress`
-    /// returns `false`, the replay ends, and the store stays as it was.
+    /// returns `false`, the replay ends with an error, and the last commit and its log stay valid.
     ///
     /// No other job may be queued during the replay.
     pub fn replay(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<bool> {

@@ -24,8 +24,8 @@ pub(crate) enum Taken {
     Momentum(Momentum),
 }
 
-/// Returns the rule that the log stores for an update by Adam. The update multiplies the gradient by each factor, one
-/// after the other.
+/// Returns the rule that the log stores for an update by Adam on float32 moments. The update multiplies the gradient by
+/// each factor, one after the other.
 fn adam_rule(hyperparameters: &Hyperparameters, factors: &[f32]) -> Result<LoggedRule> {
     Ok(rule(ADAM, ADAM_ARITHMETIC, &scalar_numbers(&hyperparameters.scalars()?), factors))
 }
@@ -81,13 +81,16 @@ numbers! {
     u64: |number| number, |bits| Some(bits);
 }
 
-/// Returns the number that the rule stores under `name`.
+/// Returns the number that the rule stores under `name`. Returns an error if the rule has no such number, or if its
+/// bits are not an `N`.
 fn number<N: Number>(rule: &LoggedRule, name: &str) -> Result<N> {
     let kernel = &rule.name;
     let found = rule.numbers.iter().find(|(known, _)| known == name);
-    let lacks = || Error::Invalid(format!("the store's log has no {name:?} for the rule {kernel:?}"));
+    let lacks =
+        || Error::Invalid(format!("the log's rule {kernel:?} has no {name:?}: use the version that wrote the store"));
     let &(_, bits) = found.ok_or_else(lacks)?;
-    let wrong = || Error::Invalid(format!("the store's log has {bits:#x} as {name:?}, which is not a float32"));
+    let wrong =
+        || Error::Invalid(format!("the log's {name:?}, {bits:#x}, is not a float32: use the version that wrote it"));
     N::from_log(bits).ok_or_else(wrong)
 }
 
@@ -124,7 +127,8 @@ named_numbers!(
     [lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed]
 );
 
-/// Decodes a rule and its factors. Returns an error if this version of memascend does not know the rule.
+/// Decodes a rule and its factors. Returns an error if this version of memascend does not know the rule, or if the rule
+/// lacks a number.
 pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let taken = match (rule.name.as_str(), rule.arithmetic) {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),
@@ -134,8 +138,8 @@ pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
         (name, arithmetic) => {
             return Err(Error::Invalid(format!(
                 "the store's log has gradients for the rule {name:?} with arithmetic {arithmetic}, which this version \
-                 of memascend \
-                 does not know: open the store with the version that wrote the log, and close the store there"
+                 of memascend does not know: open the store with the version that wrote the log, and close the store \
+                 there"
             )));
         }
     };

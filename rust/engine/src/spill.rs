@@ -17,7 +17,8 @@ use crate::{
 pub(crate) struct Spill {
     /// The gradient to write. With `None`, the job copies the spilled gradient to the other place of its record.
     gradient: Option<Gradient>,
-    /// True if the job adds the gradient to the spilled gradient, in the dtype of the spilled gradient.
+    /// True if the job first reads the spilled gradient. The job then adds `gradient`, if there is one, and rounds the
+    /// sum to the dtype of the spilled gradient.
     adds: bool,
     /// The [`Check`] of the chunks computed so far: whether all elements are finite, and the sum of their squares.
     so_far: Cell<Check>,
@@ -47,8 +48,7 @@ impl Spill {
             let (wanted, room) = (dtype.name(), described.elements());
             return Err(Error::Invalid(format!(
                 "the gradient of {name:?} has {elements} elements of {got}, but there is room for {room} elements of \
-                 {wanted}: \
-                 give a gradient that fits"
+                 {wanted}: give a gradient that fits"
             )));
         }
         Ok(())

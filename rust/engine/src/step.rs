@@ -1,5 +1,5 @@
-//! Commits or discards a step. A commit waits for the updates that the pipeline stages, and then applies the updates of
-//! records in RAM.
+//! Commits or discards a step. A commit waits for the updates that the pipeline stages, makes the step live, and then
+//! applies the remaining updates in memory.
 
 use std::time::Instant;
 
@@ -32,10 +32,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Holds back `update`, like [`Engine::wait_for_step`]. The update will be applied in memory if the log has room
-    /// for its gradient, or if the durability of the store is "none". If the log has room, this function queues a job
-    /// that writes the gradient to the log. If the record is due (`Store::is_due`), this job also writes the whole
-    /// record.
+    /// Holds back `update`, like [`Engine::wait_for_step`]. The update will be applied in memory if the durability of
+    /// the store is "none", or if the log accepts its gradient (`Store::begin_append`). Otherwise the pipeline stages
+    /// the update before the commit. For a gradient that the log accepts, this function queues a job that writes the
+    /// gradient to the log. If the record is due (`Store::is_due`), this job also writes the whole record.
     pub(crate) fn wait_to_update(
         &self,
         record: usize,
@@ -95,25 +95,25 @@ impl Engine {
         self.name_deferred(wait)
     }
 
-    /// Waits until every update is staged. The first error of the step is returned once: by this call or by an earlier
-    /// call.
+    /// Waits until the pipeline has staged every update that it stages before a commit. The first error of the step is
+    /// returned once: by this call or by an earlier call.
     pub fn finish(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.begin_through(&mut wait)?;
         self.drain(wait)
     }
 
-    /// Waits until the queue is empty. Unlike [`Engine::finish`], this function does not start the updates of records
-    /// in RAM.
+    /// Waits until every queued job has ended. Unlike [`Engine::finish`], this function does not start the updates of
+    /// records in RAM.
     pub fn drain(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         let mut state = self.shared.queue.wait(&mut wait, "updates", QueueState::is_idle)?;
         state.failure()
     }
 
-    /// Waits until the pipeline has staged every update that it stages before a commit. Then makes the step live and
-    /// durable, and applies the remaining updates in memory. If an error occurs before the step is live, the last
-    /// commit stays live.
+    /// Waits until the pipeline has staged every update that it stages before a commit. Then makes the step live, and
+    /// also durable unless the durability of the store is "none", and applies the remaining updates in memory. Returns
+    /// the generation of the commit. If an error occurs before the step is live, the last commit stays live.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
@@ -150,8 +150,8 @@ impl Engine {
     }
 
     /// Queues jobs that apply functions of the user to records in RAM, and waits for these jobs. Ignores Ctrl-C,
-    /// because a committed step must be applied completely. If a function fails, the store returns an error to every
-    /// later caller, because the records in memory then belong to no step.
+    /// because a committed step must be applied completely. If a function fails, the store rejects all later staging
+    /// and commits, because the records in memory then belong to no step.
     fn call_after_commit(&self, waiting: Vec<Waiting>) -> Result<()> {
         let Some(first) = waiting.first().map(|job| job.record) else { return Ok(()) };
         let store = &self.shared.store;
@@ -171,8 +171,8 @@ impl Engine {
         called().inspect_err(|error: &Error| store.fail_application(first, &error.to_string()))
     }
 
-    /// Drops the queued jobs, waits until the running jobs have stopped, and forgets the staged step. If the step had
-    /// failed, a new step can begin now.
+    /// Drops the held-back updates and the queued jobs that are not urgent, waits until all other jobs have ended, and
+    /// forgets the staged step. If the step had failed, a new step can begin now.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         self.here()?;
         self.cancel(None);
@@ -187,8 +187,8 @@ impl Engine {
         Ok(self.shared.store.discard(wait)?)
     }
 
-    /// Drops the queued jobs of a record, waits until its running jobs have stopped, and forgets its staged update.
-    /// Jobs of other records continue. If the step has failed, it stays failed.
+    /// Drops the queued jobs of a record that are not urgent, waits until its other jobs have ended, and forgets its
+    /// held-back or staged update. Jobs of other records continue. If the step has failed, it stays failed.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         self.cancel(Some(record));
@@ -208,8 +208,8 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Drops the queued jobs and cancels the running jobs. If `record` is given, does this only for jobs of this
-    /// record.
+    /// Drops the queued jobs and cancels the running jobs, except urgent jobs. If `record` is given, does this only for
+    /// jobs of this record.
     pub(crate) fn cancel(&self, record: Option<usize>) {
         let mut state = self.shared.queue.lock();
         let dropped = state.drop_waiting(record);

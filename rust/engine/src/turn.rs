@@ -3,7 +3,8 @@
 //! [Note: a turn owns its staging chunk] The pipeline leases each staging chunk to one turn. It calls `Work::compute`
 //! after all reads of the turn have ended and before it starts the writes of the turn. So no other code uses the chunk
 //! during `compute`. An update in place (`Workbench::in_place`) works on a chunk of the RAM tier instead. Only one
-//! thread updates each chunk of the RAM tier, and no transfer of this chunk is in flight.
+//! thread updates each chunk of the RAM tier, and no transfer of this chunk is in flight. The kernels that `apply_logs`
+//! registers work on memory that no other code uses during the call.
 
 use std::sync::{
     Mutex,
@@ -35,7 +36,7 @@ pub(crate) enum Leaves {
 #[derive(Debug)]
 pub(crate) struct Mark {
     pub(crate) record: usize,
-    /// Bytes of the caller's tensors that the job holds.
+    /// The result of [`Work::nbytes`](crate::job::Work::nbytes).
     pub(crate) nbytes: usize,
     pub(crate) leaves: Leaves,
     /// True if a caller waits for the results of the job. The pipeline runs urgent jobs before all other jobs. An
@@ -55,7 +56,8 @@ impl Mark {
         Self { record, nbytes, leaves, urgent: false, failed: Mutex::default(), cancelled, completed }
     }
 
-    /// Creates the mark of an urgent job. An urgent job holds no tensors of the step.
+    /// Creates the mark of an urgent job. An urgent job adds no bytes to the queue's bound, and leaves the spilled
+    /// gradient unchanged.
     pub(crate) fn urgent(record: usize) -> Self {
         Self { urgent: true, ..Self::new(record, 0, Leaves::Same) }
     }

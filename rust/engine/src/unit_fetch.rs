@@ -77,8 +77,8 @@ struct Computed {
 
 impl Engine {
     /// Divides the values of a unit into parts of at most `bytes_max` bytes. Reads nothing yet. A fetch of a part
-    /// computes the values of records with a deferred update. If `settles` is true, the fetch also stages these
-    /// records.
+    /// computes the values of records with a deferred update. If `settles` is true, the fetch also stages the chunks
+    /// that it computes.
     pub fn parts(&self, unit: usize, bytes_max: u64, settles: bool) -> Result<UnitParts> {
         self.here()?;
         let shared = &self.shared;
@@ -89,7 +89,8 @@ impl Engine {
     }
 
     /// Starts to fetch the values of all records of a unit into `memory`, which must have the size of the unit. The
-    /// fetch goes before all other work. [`Engine::parts`] explains `settles`.
+    /// reads of the fetch go ahead of all queued I/O, and the jobs of the fetch are urgent. [`Engine::parts`] explains
+    /// `settles`.
     pub fn fetch<B: Buffer + Sync>(&self, unit: usize, memory: B, settles: bool) -> Result<UnitFetch<B>> {
         let parts = self.parts(unit, u64::MAX, settles)?;
         let store = &self.shared.store;
@@ -97,7 +98,7 @@ impl Engine {
         if memory.len() as u64 != wanted {
             let name = &store.description().units[unit];
             return Err(Error::Invalid(format!(
-                "unit {name:?} has {wanted} bytes, not {}: give memory of {wanted} bytes",
+                "unit {name:?} has {wanted} bytes, but the memory for it has {}: give memory of {wanted} bytes",
                 memory.len()
             )));
         }
@@ -115,7 +116,9 @@ impl Shared {
         self.store.records_of(unit).filter_map(behind).collect()
     }
 
-    /// Queues a job that computes values of a record with a deferred update, and copies these values to `memory`.
+    /// Queues a job that computes values of a record with a deferred update, and copies these values to `memory`. If
+    /// `settles` is true, the job also stages the computed chunks. Returns an error if a later commit has overwritten
+    /// the values.
     fn compute<B: Buffer + Sync>(
         &self,
         (run, behind): (DeferredRun, Arc<Behind>),
@@ -187,18 +190,18 @@ impl UnitParts {
 }
 
 impl<B: Buffer + Sync> UnitFetch<B> {
-    /// True if all values of the part are in memory, or the fetch has failed. Never waits.
+    /// True if all reads and jobs of the fetch have ended, with or without an error. Never waits for them.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        // If the lock is taken, another thread is in `wait`, so the fetch is not done.
+        // If the lock is taken, another thread is in `wait` or in this function: report that the fetch is not done yet.
         let Ok(computed) = self.computed.try_lock() else { return false };
         let state = self.shared.queue.lock();
         let is_computed = computed.iter().all(|one| !state.holds(&one.mark));
         is_computed && self.part.as_ref().is_none_or(Checking::is_done)
     }
 
-    /// Waits for the fetch, and verifies every extent that was read. A second call returns the same result. After a
-    /// successful wait, the caller may use the memory again.
+    /// Waits for the fetch, and verifies every extent that was read. Once the fetch has ended, later calls return the
+    /// same result. After a successful wait, the caller may use the memory again.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         let began = Instant::now();
         let result = self.waited(&mut wait);

@@ -36,8 +36,8 @@ pub(crate) struct KernelUpdate {
     /// With a [`Spill`], the turns of this update also spill the gradient. The update then takes the gradient from the
     /// staging chunk, and does not read it from storage.
     spill: Option<Spill>,
-    /// The record's values in the caller's memory. With `None`, an update that computes with the values reads the
-    /// values from storage.
+    /// The record's values in the caller's memory. With `None`, an update that computes with the values reads them from
+    /// the store.
     live: Option<Live>,
     rule: Rule,
 }
@@ -72,7 +72,7 @@ impl KernelUpdate {
     }
 
     /// Returns the data of this update that the log stores: the rule, and the gradient before it is multiplied by any
-    /// factor. Returns `None` if the update reads a spilled gradient from storage.
+    /// factor. Returns `None` if the update uses a spilled gradient that is not kept in memory.
     pub(crate) fn logged(&self, store: &Store, record: usize) -> Result<Option<(Logged, memascend_store::LoggedRule)>> {
         let described = &store.description().records[record];
         let (logged, factors) = match (&self.source, &self.kept) {
@@ -219,8 +219,8 @@ pub(crate) fn require_state(description: &Description, record: usize, rule: &Rul
         Rule::Adam(_) if has_adam(described) => Ok(()),
         Rule::Adam(_) => Err(Error::Invalid(format!(
             "{name:?} does not have Adam's state. Describe the record with two moments, and with a master before the \
-             moments if the values have 16 bits. All of these must be float32 tensors of the record's shape. Or describe \
-             the record with another format"
+             moments if the values have 16 bits. All of these must be float32 tensors of the record's shape. Or \
+             describe the record with another format"
         ))),
         Rule::Momentum(_) if reduced::is_reduced(described) && described.has_momentum() => Ok(()),
         Rule::Momentum(numbers) if has_sgd(described) && (numbers.momentum == 0.0 || described.has_momentum()) => {
@@ -228,15 +228,14 @@ pub(crate) fn require_state(description: &Description, record: usize, rule: &Rul
         }
         Rule::Momentum(_) => Err(Error::Invalid(format!(
             "{name:?} does not have the state of SGD. Describe the record with a master if the values have 16 bits, \
-             and \
-             with a momentum after the master if SGD uses momentum. Both must be float32 tensors of the record's shape. Or \
-             describe the record with another format"
+             and with a momentum after the master if SGD uses momentum. Both must be float32 tensors of the record's \
+             shape. Or describe the record with another format"
         ))),
     }
 }
 
-/// True if a record has the state of torch's SGD: float32 master weights if the values have 16 bits, and optionally a
-/// momentum.
+/// True if a record in the plain format has the state of torch's SGD: float32 master weights if the values have 16
+/// bits, and optionally a momentum.
 pub(crate) fn has_sgd(described: &Record) -> bool {
     let masters = match described.dtype {
         Dtype::F32 => 0,

@@ -79,7 +79,8 @@ impl Plan {
 /// `count` elements, beginning with element `start`. The tensors are master weights, first moment and second moment.
 ///
 /// # Safety
-/// No operation on `all` may be in flight, and nothing else may access these elements while the slices live.
+/// `plan.wide` must be true. No operation on `all` may be in flight, and nothing else may access these elements while
+/// the slices live.
 #[expect(clippy::mut_from_ref, reason = "the whole is shared memory; the caller guarantees exclusive access")]
 unsafe fn wide_parts<'a>(
     described: &Record,
@@ -169,14 +170,15 @@ pub(crate) fn scattered(
     parts.truncate(parts.len() - usize::from(plan.spilled));
     for (part, (at, element)) in parts {
         let place = inside(all, at + elements.0 * element, part.len())?;
-        // SAFETY: only this job uses the whole, and the function has returned.
+        // SAFETY: only this job uses the whole, and the user's function has returned.
         let from = unsafe { bytes_mut(&place) };
         // SAFETY: only this turn uses the staging chunk, which is disjoint from the whole.
         unsafe { bytes_mut(&part) }.copy_from_slice(from);
     }
     if plan.wide {
         let described = &bench.store.description().records[of.0];
-        // SAFETY: only this job uses the whole. The function has returned, and the slice `from` is no longer used.
+        // SAFETY: only this job uses the whole. The user's function has returned, and the slice `from` is no longer
+        // used.
         let WideState { master, first, second } = unsafe { wide_parts(described, plan, all, elements) };
         let wide = WideState {
             master: master.map(|part| &*part),
@@ -184,7 +186,7 @@ pub(crate) fn scattered(
             second: second.map(|part| &*part),
         };
         // For values of 16 bits, `encode` rounds the master weights and overwrites the values. So values that the
-        // function wrote are lost.
+        // user's function wrote are lost.
         encode(wide, reduced::chunk(bench, &turn)?, bench.exec)?;
     }
     Ok(())

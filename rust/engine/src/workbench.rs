@@ -16,7 +16,8 @@ use crate::{
 
 /// The offsets of the parts of a staging chunk. The first part is for the state of a chunk, or for a piece of a state
 /// tensor that is not cut into chunks. The second part is for the values of the chunk. The third part is for the
-/// gradient of the chunk; it is empty if no record can spill a gradient.
+/// spilled gradient of the chunk; it is empty if no record can spill a gradient. A gradient for the log begins at the
+/// start of the staging chunk instead ([`Workbench::log_part`]).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Parts {
     values_at: usize,
@@ -50,14 +51,14 @@ pub fn chunk_bytes(description: &Description) -> u64 {
     Parts::new(description).bytes as u64
 }
 
-/// An extent that is being read into a part of a staging chunk.
+/// An extent, or a chunk of a spilled gradient, that is being read into staging memory.
 pub(crate) enum Read<'a> {
     Values(ExtentRead<'a, Shared>),
     State(ExtentRead<'a, Shared>),
     Gradient(SpillRead<'a, Shared>),
 }
 
-/// An extent that is being written from a part of a staging chunk.
+/// An extent, or a chunk of a gradient, that is being written from staging memory or the RAM tier.
 pub(crate) enum Write<'a> {
     Step(StepWrite<'a, Shared>),
     Gradient(Transfer<Shared>),
@@ -83,7 +84,7 @@ pub(crate) struct Workbench<'a> {
     pub(crate) others: Option<Scratch>,
     /// Memory for whole records, the smaller slot first.
     pub(crate) whole: Vec<Scratch>,
-    /// The mark of the job that the pipeline is beginning now.
+    /// The mark of the job that the pipeline is beginning, or has begun last.
     pub(crate) beginning: RefCell<Option<Arc<Mark>>>,
     extents: Extents,
 }
@@ -118,7 +119,7 @@ impl<'a> Workbench<'a> {
     }
 
     /// Begins to stage a record. First waits for all reads of the slot that will be overwritten. If the job that begins
-    /// now is cancelled, this wait ends.
+    /// now is cancelled, this wait ends with an error.
     pub(crate) fn begin(&self, record: usize, step: u64) -> Result<()> {
         self.waiting(|wait| self.store.begin(record, step, wait))
     }
@@ -203,7 +204,8 @@ impl<'a> Workbench<'a> {
     /// Copies an extent from the RAM tier to `part`, which must have the size of the extent.
     pub(crate) fn take_ram_tier(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: only updates write to the RAM tier, and no other update of the record runs now.
+        // SAFETY: the caller's job is the committed update of the record. Until this update is applied, only this job
+        // uses the record's memory in the RAM tier (`InMemoryUpdate::part`).
         let from = unsafe { bytes_mut(&ram_tier) };
         // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         unsafe { bytes_mut(part) }.copy_from_slice(from);
@@ -213,7 +215,8 @@ impl<'a> Workbench<'a> {
     /// Copies `part` to an extent in the RAM tier. The extent must have the size of `part`.
     pub(crate) fn put_in_ram(&self, record: usize, extent: u32, part: &Shared) -> Result<()> {
         let ram_tier = self.ram_tier_extent(record, extent)?;
-        // SAFETY: only updates write to the RAM tier, and no other update of the record runs now.
+        // SAFETY: the caller's job is the committed update of the record. Until this update is applied, only this job
+        // uses the record's memory in the RAM tier (`InMemoryUpdate::part`).
         let into = unsafe { bytes_mut(&ram_tier) };
         // SAFETY: `part` belongs to the caller's turn, and is disjoint from the RAM tier.
         into.copy_from_slice(unsafe { bytes_mut(part) });
@@ -287,7 +290,7 @@ impl<'a> Workbench<'a> {
         Ok((part, used))
     }
 
-    /// Starts to append one chunk of a gradient to the log. The turn says which chunk.
+    /// Starts to append the turn's chunk of a gradient to the log.
     pub(crate) fn append(&mut self, turn: &Turn, dtype: Dtype) -> Result<Write<'a>> {
         let (part, _) = self.log_part(turn, dtype)?;
         self.counters.log_written += part.len() as u64;
@@ -326,8 +329,8 @@ impl<'a> Workbench<'a> {
     }
 }
 
-/// Returns `nbytes` bytes of staging memory, beginning with byte `start`. Returns an error if the memory ends before
-/// these bytes end.
+/// Returns `nbytes` bytes of `memory`, beginning with byte `start`. Returns an error if the memory ends before these
+/// bytes end.
 pub(crate) fn inside(memory: &Shared, start: usize, nbytes: usize) -> Result<Shared> {
     let part = memory.part(start, nbytes);
     part.ok_or_else(|| Error::Invalid(format!("report this bug: {nbytes} bytes at {start} exceed {}", memory.len())))
@@ -343,7 +346,7 @@ pub(crate) fn paged(elements: usize, dtype: Dtype) -> (usize, usize) {
     (used, used.next_multiple_of(PAGE_BYTES as usize))
 }
 
-/// Returns all bytes of a part of a staging chunk.
+/// Returns all bytes of `part`, such as a part of a staging chunk.
 ///
 /// # Safety
 /// No read into the part and no write from it may be in flight, and nothing else may access the part while the slice
@@ -357,8 +360,8 @@ pub(crate) unsafe fn bytes_mut(part: &Shared) -> &mut [u8] {
 /// Returns `count` elements of type `T` of a part of a staging chunk, beginning with byte `start`.
 ///
 /// # Safety
-/// The conditions of [`bytes_mut`] must hold for these elements. `start` must be aligned for `T`, and every bit pattern
-/// must be a valid `T`.
+/// The conditions of [`bytes_mut`] must hold for these elements. The address of byte `start` must be aligned for `T`,
+/// and every bit pattern must be a valid `T`.
 #[expect(clippy::mut_from_ref, reason = "a part is shared memory; the caller guarantees exclusive access")]
 pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) -> &mut [T] {
     assert!(start + count * size_of::<T>() <= part.len(), "elements past the end of a staging chunk");
@@ -371,21 +374,20 @@ pub(crate) unsafe fn elements_mut<T>(part: &Shared, start: usize, count: usize) 
 /// Returns the first `count` elements of a part of a staging chunk, as float32, bfloat16 or float16.
 ///
 /// # Safety
-/// The conditions of [`bytes_mut`] must hold.
+/// The conditions of [`bytes_mut`] must hold, and `part` must begin on a page.
 pub(crate) unsafe fn floats_mut(part: &Shared, dtype: Dtype, count: usize) -> FloatsMut<'_> {
     match dtype {
-        // SAFETY: the caller guarantees exclusive access; a part begins on a page, which is aligned for any of the
-        // types.
+        // SAFETY: the caller guarantees exclusive access, and that `part` begins on a page. A page is aligned for any
+        // of the types.
         Dtype::F32 => FloatsMut::F32(unsafe { elements_mut(part, 0, count) }),
-        // SAFETY: the caller guarantees exclusive access, and a part begins on a page.
+        // SAFETY: the caller guarantees exclusive access, and that `part` begins on a page.
         Dtype::Bf16 => FloatsMut::Bf16(unsafe { elements_mut(part, 0, count) }),
-        // SAFETY: the caller guarantees exclusive access, and a part begins on a page.
+        // SAFETY: the caller guarantees exclusive access, and that `part` begins on a page.
         _ => FloatsMut::F16(unsafe { elements_mut(part, 0, count) }),
     }
 }
 
-/// Fills a part with zeros, from byte `used` to the end of the part. These bytes are the unused rest of the last page
-/// of the part.
+/// Fills `part` with zeros, from byte `used` to its end.
 ///
 /// # Safety
 /// The conditions of [`bytes_mut`] must hold for these bytes.

@@ -233,4 +233,4 @@ def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
     status, text, wrong, _ = verified(path, capsys)
     assert (status, wrong) == (0, "")
     assert "step 2 is whole" in text
-    assert "this is normal once a next step began" in text
+    assert "this is normal once the next step has begun" in text

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The default size of the model. Like models that do not fit in memory, the model has many layers compared to its width.
 # A step takes 1 to 2 s on one core.
 _LAYERS, _WIDTH = 16, 384
-# The number of texts in a step, and the bytes of each text.
+# The number of texts in a step, and the bytes of each text that the model reads.
 ROWS, LENGTH = 2, 128
 _STEPS = 20
 

@@ -124,7 +124,7 @@ def _train(settings: Settings) -> None:
         model, offloaded = offload(model, optimizer, storage=settings.storage, existing="resume", device="cpu")
         optimizer = offloaded
     with contextlib.suppress(OSError):
-        # Some containers forbid restart_peak(). There, the reported peak includes the memory that the imports took.
+        # Some containers forbid restart_peak(). There, the reported peak may be a peak of the imports.
         process.restart_peak()
     done = offloaded.steps if offloaded else 0
     last = (offloaded.user_state or {}) if offloaded else {}

@@ -25,7 +25,10 @@ _EXAMPLES = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options. An option with the name of an argument of `offload()` has the meaning of that argument."""
+    """Declares the options. An option with the name of an argument of `offload()` has the meaning of that argument.
+
+    But `--accumulation-steps` also counts micro-batches that are computed by layer.
+    """
     describes = (
         "config.json of a Hugging Face model, its folder, or a name, as on the hub (meta-llama/Llama-3.1-8B-Instruct, "
         f"qwen2.5-32b) or short: {', '.join(SHAPES)}"
@@ -107,7 +110,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_answer(options: argparse.Namespace, question: Question) -> int:
-    """Prints the answer to a question. Returns exit code 1 if the run does not fit, else 0."""
+    """Prints the answer to a question; with `--fit`, prints the largest batches instead.
+
+    Returns exit code 1 if the run, or with `--fit` every batch, does not fit, else 0.
+    """
     from memascend.cli.plan import text
     from memascend.cli.plan.answer import alternative, answer, propose
 
@@ -128,7 +134,7 @@ def print_answer(options: argparse.Namespace, question: Question) -> int:
 
 
 def ask(options: argparse.Namespace) -> Question:
-    """Makes the question from the command's options: describes the model, and measures the storage in `--storage`."""
+    """Makes the question from the command's options: describes the model, and measures this machine if necessary."""
     from memascend.cli.plan.answer import Question
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable

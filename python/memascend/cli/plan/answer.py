@@ -55,7 +55,7 @@ class Question:
     subject: Subject  # the model and its optimizer
     options: Options  # the options of `offload()`
     gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes, or the GPU is not named
-    # The operations per second that the CPU reaches in matrix products. None: not measured, because a GPU computes.
+    # The operations per second that the CPU reaches in matrix products. None: not measured.
     processor: float | None = None
     # A function that measures this machine. It takes a plan and a format of the state, and returns the seconds of a
     # forward, the seconds of a backward, and the speeds of the host. None: the seconds are estimated.
@@ -67,7 +67,7 @@ class Question:
     machine: HostMemory | None = None  # the RAM of the machine that computes; None: not known
     machine_is: Source = "here"
     # Bytes that may be written to the drive in its life. None: the usual endurance of a drive that is just large enough
-    # for the store.
+    # for the run.
     endurance: int | None = None
     is_usual: bool = True  # True if `memascend train` can do the run: AdamW, in the dtype of the model's files
     ranks: int = 1  # the number of processes that shard the model; drive and micro-batches are those of one process
@@ -113,7 +113,8 @@ class Question:
     def torchs(self) -> int:
         """The peak of torch's own memory in bytes, without parameters; 0 if the model cannot be traced.
 
-        If micro-batches are computed by layer, each micro-batch keeps its own checkpointed activations.
+        If micro-batches are computed by layer, each micro-batch keeps its own checkpointed activations, and its own
+        gradients of tied parameters.
         """
         if isinstance(self.trace, str):
             return 0
@@ -174,9 +175,10 @@ class Answer:
     plan: Plan  # the memory of memascend, and the bytes that a step moves
     in_memory: int  # bytes of values, state and gradients that the same training takes without memascend
     host_bytes: int  # host memory of the process: memascend, Python, its libraries, and torch if the CPU computes
-    device_bytes: int  # GPU memory of parameters, gradients and torch; 0 without a GPU
-    # `ways` has the phases of a step for each way in which the updates may run. `way` is the fastest way. Both are None
-    # if the seconds are not known.
+    device_bytes: int  # GPU memory of parameters, gradients and torch; 0 if the CPU computes
+    # `ways` has the phases of a step for each way in which the updates may run; None: the seconds are not known. `way`
+    # is the fastest way, or the fastest for the drive if only the drive's speed is known; None: this speed is not known
+    # either.
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
     disk_bytes: int  # disk space of the store and of files of activations
@@ -190,22 +192,22 @@ class Answer:
 
     @property
     def phases(self) -> Sequence[Phase] | None:
-        """The phases of a step; None: a speed is not known."""
+        """The phases of a step; None: their seconds are not known."""
         return None if self.ways is None or self.way is None else self.ways[self.way]
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step; None: a speed is not known."""
+        """Seconds of a step; None: not known."""
         return None if self.phases is None else seconds(self.phases)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second on all ranks; None: a speed is not known."""
+        """Tokens per second on all ranks; None: not known."""
         return None if self.tokens is None or self.seconds is None else self.tokens / self.seconds
 
     @property
     def bound(self) -> str | None:
-        """The kind of work, such as "disk", that limits the most seconds of a step; None: a speed is not known."""
+        """The kind of work, such as "disk", that limits the most seconds of a step; None: not known."""
         if self.phases is None:
             return None
         longest: dict[str, float] = {}
@@ -258,9 +260,10 @@ def answer(question: Question) -> Answer:
 def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, list[Phase]]:
     """Returns the ways in which this run can make its updates, and the phases of each way.
 
-    If several micro-batches run one after the other, "early" is excluded, because a Trainer does not tell memascend
-    which micro-batch is the last. A training loop can tell memascend by `accumulation_steps=` of `offload()`, and is
-    then faster than the estimate. If "early" is not excluded, and nothing is clipped, "early" is the only way.
+    Excludes "early" if `gradients` is not "auto", if there are several ranks, or if several micro-batches run one after
+    the other. In the last case, a Trainer does not tell `offload()` which micro-batch is the last; a training loop that
+    passes `accumulation_steps=` does, and is faster than the estimate. If "early" is not excluded, and nothing is
+    clipped, "early" is the only way.
     """
     options = question.options
     if "early" not in found:
@@ -271,7 +274,10 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 
 
 def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
-    """Returns the phases of a step for each way in which its updates may run; None if a speed is not known."""
+    """Returns the phases of a step for each way in which its updates may run; None if their seconds are not known.
+
+    The seconds are not known if a speed is not known, or if the model has no trace.
+    """
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
         return None
@@ -334,7 +340,7 @@ _LARGE, _LISTED = 1 << 30, 3
 
 
 def _removable(question: Question) -> str:
-    """Returns a text that names the largest files beside the store; "" if all of these files are small.
+    """Returns a text that names the largest files beside the store; "" if no large file is found.
 
     The user may be able to remove a large file, so that the store fits.
     """
@@ -351,7 +357,10 @@ def _removable(question: Question) -> str:
 
 
 def _smaller(question: Question) -> str:
-    """Suggests state formats with fewer bits, and the disk space that each needs; "" if the user chose a format."""
+    """Suggests state formats with fewer bits, and the disk space that each needs.
+
+    Returns "" if the user chose a format, or if the run cannot use another format.
+    """
     found = []
     for state in ("bf16", "8bit") if question.options.state is None else ():
         with contextlib.suppress(ConfigError, BudgetError):
@@ -413,7 +422,10 @@ def forecast_of(question: Question, found: Answer) -> Forecast | None:
 
 
 def moved(question: Question, found: Answer) -> dict[str, int]:
-    """Returns the bytes that one rank moves in a step over the network, over PCIe, and from and to storage."""
+    """Returns the bytes that one rank moves in a step over the network, over PCIe, and from and to storage.
+
+    "gathered_bytes" is the memory of gathered parameters.
+    """
     plan, network = found.plan, found.network
     assert network is not None
     times = question.micro_batches
@@ -484,13 +496,13 @@ class Proposal:
 def propose(question: Question, now: Answer) -> Proposal | None:
     """Proposes a larger step that is faster per token; None if there is no such step. `now` answers `question`.
 
-    The proposed step has the largest micro-batch that fits, and the smallest number of micro-batches with which compute
-    is the longest part of the step. If compute never becomes the longest part, the step has the largest number of
-    micro-batches that still makes it faster per token. If no such step is faster than `now`, proposes a step by layer
-    with the micro-batch of `question`.
+    The proposed step has the largest micro-batch that fits, and the smallest power of two of micro-batches with which
+    compute is the longest part of the step. If compute never becomes the longest part, the step has the largest number
+    of micro-batches that still makes it faster per token. If no such step is faster than `now`, proposes a step by
+    layer with the micro-batch of `question`.
 
-    Returns None, too, if the run of `question` does not fit, has several ranks or several micro-batches, if compute is
-    already the longest part of its step, or if its seconds are not known.
+    Returns None, too, if the run of `question` does not fit, has several ranks, or runs several micro-batches one after
+    the other; or if compute is already the longest part of its step, or its seconds are not known.
     """
     if now.problems or now.bound in (None, "compute"):
         return None
@@ -519,6 +531,8 @@ def _doubled(most: int) -> list[int]:
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
     """Returns the last step in `asked` that is faster than `than` and all earlier steps; None if no step is faster.
+
+    A step is faster if its tokens per second exceed the best ones before it by the factor `_FASTER`.
 
     Each step in `asked` is larger than the step before. Stops at the first step that does not fit, and after the first
     step whose bound is compute.
@@ -590,9 +604,9 @@ def _halved(count: int) -> list[int]:
 def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
     """Finds, for each sequence length and each format of the state, the largest number of sequences that fits.
 
-    Each number is a power of two. If the question names a format of the state, only this format is tried. If `length`
-    is given, only this length is tried, else the lengths in `_LENGTHS`. The number of sequences in `question` is
-    ignored.
+    Each number is a power of two, and 1 if no number fits. If the question names a format of the state, only this
+    format is tried. If `length` is given, only this length is tried, else the lengths in `_LENGTHS` that the model
+    allows. The number of sequences in `question` is ignored.
     """
     most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]

@@ -1,4 +1,4 @@
-"""Plans, without torch, how AdamW trains a built-in shape. Computes operations and memory by formulas.
+"""Plans the training of a built-in model shape by AdamW, without torch: computes operations and memory by formulas.
 
 The tests compare the results of the formulas with traces of transformers' models, and with plans for torch's AdamW.
 """
@@ -33,9 +33,10 @@ _HEAD_NORMS, _WHOLE_NORMS = {"qwen3", "qwen3_moe", "gemma3_text", "exaone4"}, {"
 # normalize the inputs of attention and of the feed-forward part.
 _ONLY_POST_NORMS = {"olmo2", "olmo3", "exaone4"}
 _POST_NORMS = _ONLY_POST_NORMS | {"gemma3_text", "glm4"}
-# For each kind, five factors that give the peak memory of a block. The peak is in the block's backward. For each token,
-# the peak is a sum of five products, and each product is a factor in bytes times a width. The widths are, in order: the
-# hidden state, the hidden states of all chosen experts, the feed-forward parts of all chosen experts, queries, keys.
+# For some kinds, five factors that give the bytes of a block's activations at the peak of the block's backward. All
+# other kinds have the factors in `_PLAIN_BLOCK_BYTES`. For each token, the bytes are a sum of five products, and each
+# product is a factor in bytes times a width. The widths are, in order: the hidden state, the hidden states of all
+# chosen experts, the feed-forward parts of all chosen experts, queries, keys.
 _BLOCK_BYTES = {
     "qwen3": (18, 0, 12, 14, 6),
     "phi3": (18, 0, 12, 10, 0),
@@ -49,7 +50,7 @@ _BLOCK_BYTES = {
     "gpt_oss": (18, 10, 17.7, 10, 0),
 }
 _PLAIN_BLOCK_BYTES = (18, 0, 12, 8, 0)
-# Kinds that have a single matrix for the gate projection and the up projection.
+# Kinds without experts that have a single matrix for the gate projection and the up projection.
 _FUSED = {"phi3", "glm4"}
 
 
@@ -74,14 +75,14 @@ class _Sizes:
 
     @property
     def block_bytes(self) -> float:
-        """The bytes for each token at the peak of a block's backward."""
+        """The bytes of activations for each token at the peak of a block's backward."""
         widths = self.hidden, self.hidden * self.chosen, self.wide * self.chosen, self.queries, self.keys
         each = _BLOCK_BYTES.get(self.kind, _PLAIN_BLOCK_BYTES)
         return sum(nbytes * width for nbytes, width in zip(each, widths, strict=True))
 
     @property
     def products(self) -> tuple[int, int]:
-        """The elements of the matrices that compute a token in a block, and how many of them a recomputation skips."""
+        """The number of matrix elements by which a block multiplies each token, and how many a recomputation skips."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         if self.experts:
             routed = self.hidden * (self.experts + 3 * self.chosen * self.wide)
@@ -184,9 +185,10 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
     # The bytes of the LM head's gradient.
     words = 2 * sizes.vocabulary * sizes.hidden
     if batch.loss == "full":
-        # The memory has two peaks, and the code below takes the larger peak. The first peak is `logits`: the bytes of
-        # the logits, of the log-softmax, and of the gradient of the logits, all in float32. The second peak is
-        # `gradients`: the bytes of the LM head's gradient, and of the 16-bit gradients of logits and hidden states.
+        # At the LM head, the memory has two peaks, and `peak` below uses the larger one. The first peak is `logits`:
+        # the bytes of the logits, of the log-softmax, and of the gradient of the logits, all in float32. The second
+        # peak is `gradients`: the bytes of the LM head's gradient, and of the 16-bit gradients of logits and hidden
+        # states.
         logits, again_head = 12 * tokens * sizes.vocabulary, 0
         gradients = words + 2 * tokens * (sizes.vocabulary + sizes.hidden)
     else:
@@ -194,7 +196,7 @@ def traced(config: Mapping[str, Any], batch: Batch) -> Trace:
         tile = tile_bytes(tokens, sizes.vocabulary, sizes.hidden, on_host=batch.on_host)
         logits, again_head = 0, head
         gradients = 3 * words + 8 * tokens * sizes.hidden + tile
-    # The bytes of the gradients of all experts of a block, and of the activations that exist at the same time.
+    # The bytes of the gradient of `experts.gate_up_proj` in a block, and of activations that exist at the same time.
     routed = 4 * sizes.experts * sizes.wide * sizes.hidden + tokens * (
         18 * sizes.hidden + sizes.chosen * (8 * sizes.hidden + 5 * sizes.wide)
     )

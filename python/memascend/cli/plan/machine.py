@@ -1,4 +1,4 @@
-"""Reads GPU, RAM and drive of a plan's machine from the command's options, and measures storage of this machine."""
+"""Parses the options of `memascend plan` for GPU, RAM and drive, and measures the storage of this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse_gpu(text: str) -> Gpu:
         hint = f"did you mean {' or '.join(near)}? Pass" if near else "pass"
         raise ConfigError(
             f"--gpu {text!r} is not a GPU that memascend knows: {hint} one of {', '.join([*CARDS, *USUAL])}, or three "
-            "numbers TFLOPS,GB,PCIE_GB_S such as 165,24,25"
+            "numbers above 0, TFLOPS,GB,PCIE_GB_S, such as 165,24,25"
         ) from error
     return Gpu(f"GPU of {tflops:g} TFLOPS and {memory:g} GB", tflops, int(memory * _GB), link * _GB)
 
@@ -74,7 +74,8 @@ def parse_drive(text: str) -> Drive:
         read, write = map(positive, text.split(","))
     except ValueError as error:
         raise ConfigError(
-            f"--drive {text!r} is not known: pass one of {', '.join(DRIVES)}, or READ,WRITE in GB/s such as 5,4"
+            f"--drive {text!r} is neither a known drive nor two speeds above 0: pass one of {', '.join(DRIVES)}, or "
+            "READ,WRITE in GB/s such as 5,4"
         ) from error
     return Drive(read=read * _GB, write=write * _GB)
 

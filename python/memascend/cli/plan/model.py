@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 16 << 20
-# The largest number of layers in a model. Most published models have at most some hundred layers, and DeepNet has
-# 1,000. Even on the device "meta", each layer takes a millisecond or more, and some hundred kilobytes.
+# The largest number of layers in a model. Most published models have at most a few hundred layers, and DeepNet has
+# 1,000. Even on the device "meta", each layer takes a millisecond or more, and a few hundred kilobytes.
 _LAYERS_MAX = 10_000
-# Matches keys of a config that give the number of layers: num_hidden_layers, n_layer, decoder_layers, num_blocks,
-# depth.
+# Matches keys of a config that give the number of layers, such as num_hidden_layers, n_layer, decoder_layers,
+# num_blocks, depth.
 _DEPTH = re.compile(r"(^|_)(n?layers?|blocks?|depths?)$")
 
 
@@ -80,13 +80,16 @@ def describe(path: Path, dtype: torch.dtype | None) -> tuple[nn.Module, str]:
     name = None if shape is None else shape[0]
     config = path / _CONFIG if path.is_dir() else path
     if name is None and (not config.is_file() or config.suffix != ".json"):
-        hidden = f", or run this in another folder to plan the built-in {path}" if str(path) in SHAPES else ""
-        raise ConfigError(f"{config} is not a model's config: give the config.json, or the folder that has it{hidden}")
+        hidden = f", or run the command in another folder to plan the built-in {path}" if str(path) in SHAPES else ""
+        raise ConfigError(
+            f"{config} is missing or is not a model's config: give the config.json, or the folder that contains it"
+            f"{hidden}"
+        )
     values = read_config(config) if shape is None else shape[1]
     try:
         import transformers
     except ImportError as error:
-        what = f"the shape of {name} with these options needs" if name else f"{config} describes a model of"
+        what = f"the shape of {name} with these options needs" if name else f"planning {config} needs"
         raise ConfigError(f"{what} transformers, which is not installed: pip install transformers") from error
     model = _configured(transformers, config, values, dtype)
     if values.get("tie_word_embeddings") is False:
@@ -100,7 +103,7 @@ _UNFIT = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torc
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Returns the class in torch.optim with this name, in upper or lower case."""
+    """Returns the class in torch.optim with this name. Upper and lower case are equal."""
     kinds = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
@@ -130,7 +133,7 @@ def read_config(config: Path) -> dict[str, Any]:
     """Reads and checks a model's config.json.
 
     Raises:
-        ConfigError: the file is too large, is not a JSON object, or has an impossible number of layers.
+        ConfigError: the file is too large, is not a JSON object, or has more than `_LAYERS_MAX` layers.
     """
     if config.stat().st_size > _CONFIG_BYTES_MAX:
         raise ConfigError(
@@ -139,7 +142,7 @@ def read_config(config: Path) -> dict[str, Any]:
     try:
         values = json.loads(config.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{config} is not valid JSON ({error}): download the file again") from error
+        raise ConfigError(f"{config} is not valid JSON ({error}): correct the file, or download it again") from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"{config} is not a config, since it contains a {type(values).__name__} instead of a JSON object: give the "
@@ -156,13 +159,13 @@ def _require_layers(config: Path, values: dict[str, Any]) -> None:
             _require_layers(config, value)
         elif isinstance(value, int) and value > _LAYERS_MAX and _DEPTH.search(key):
             raise ConfigError(
-                f"{config} says {key} = {value}, but memascend plans models of at most {_LAYERS_MAX} layers, because "
+                f"{config} has {key} = {value}, but memascend plans models of at most {_LAYERS_MAX} layers, because "
                 f"more layers would take minutes and gigabytes: correct {key}"
             )
 
 
 def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: torch.dtype | None) -> nn.Module:
-    """Makes the model that a config describes, with a class of transformers. Never runs code of the model's folder."""
+    """Makes the model that a config describes, by a class of transformers. Never runs code from the model's folder."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise ConfigError(f"{config} has no model_type, so the kind of model is not known: add model_type to the file")
@@ -245,9 +248,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """True if the tensor is a causal mask.
+    """True if the tensor has the shape of a causal mask.
 
-    transformers makes a causal mask only while a model is traced. In real training it passes is_causal=True instead.
+    transformers makes a causal mask while a model is traced. In training without padding, it passes is_causal=True
+    instead.
     """
     return tensor.dim() == 4 and tensor.shape[1] == 1 and tensor.shape[2] == tensor.shape[3]
 
@@ -266,7 +270,10 @@ def _unmasked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Returns the number of floating-point operations of a call, by torch's formulas; 0 if torch has no formula."""
+    """Returns the number of floating-point operations of a call, by the formulas of torch and `_grouped_flops`.
+
+    Returns 0 if there is no formula for the call.
+    """
     packet = function.overloadpacket
     # torch 2.11 has no formula for attention on a CPU: use the formula for other devices.
     operator = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), None)
@@ -322,7 +329,7 @@ def trace(model: nn.Module, batch: Batch, *, recomputes: bool) -> Trace | str:
         except Exception as error:  # noqa: BLE001
             # The code of some models reads values of tensors, for example to route tokens to experts. Fake tensors have
             # no values.
-            failed = f"{type(model).__name__} cannot be traced without real tensors ({type(error).__name__})"
+            failed = f"{type(model).__name__} cannot be traced on tensors without values ({type(error).__name__})"
     if failed:
         # The hooks of the interrupted activation checkpointing stay active until Python collects them.
         gc.collect()
@@ -392,7 +399,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def settle(model: nn.Module) -> None:
-    """Replaces all parameters and buffers by empty tensors on the CPU. Tied parameters stay tied."""
+    """Replaces all parameters and buffers with uninitialised tensors on the CPU. Tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():  # noqa: SLF001

@@ -113,7 +113,7 @@ def _gemma4(
 
 
 SHAPES = {
-    # Llama 3.1 and 3.2: https://huggingface.co/meta-llama
+    # Llama 3.1 and 3.2: https://huggingface.co/meta-llama, and TinyLlama
     "llama-1b": _shape("llama", (2048, 8192), 16, (32, 8, 64), (128_256, 131_072), tied=True),
     "llama-3b": _shape("llama", (3072, 8192), 28, (24, 8, 128), (128_256, 131_072), tied=True),
     "llama-8b": _shape("llama", (4096, 14_336), 32, (32, 8, 128), (128_256, 131_072)),
@@ -155,7 +155,7 @@ SHAPES = {
         shared_expert_intermediate_size=512,
         **_experts(256, 8, 512, local=False),
     ),
-    # Mistral 7B v0.3, Nemo 2407, Small 2501, Mixtral 8x7B: https://huggingface.co/mistralai
+    # Mistral 7B v0.3 and v0.1, Nemo 2407, Small 2501, Mixtral 8x7B: https://huggingface.co/mistralai
     "mistral-7b": _shape("mistral", (4096, 14_336), 32, (32, 8, 128), (32_768, 32_768)),
     "mistral-7b-v0.1": _shape("mistral", (4096, 14_336), 32, (32, 8, 128), (32_000, 32_768)),
     "mistral-nemo-12b": _shape("mistral", (5120, 14_336), 40, (32, 8, 128), (131_072, 131_072)),
@@ -203,8 +203,8 @@ SHAPES = {
 }
 
 
-# For each shape, the names of models with this shape on the Hugging Face hub. The names have no owner, and none of the
-# words in `_VARIANTS`.
+# For some shapes, the names of models with this shape on the Hugging Face hub. The names have no owner, and none of the
+# words in `_VARIANTS`. All other shapes are found by their own names.
 _HUB_NAMES = {
     "llama-1b": ("Llama-3.2-1B",),
     "llama-3b": ("Llama-3.2-3B",),
@@ -230,7 +230,7 @@ _HUB_NAMES = {
     "exaone4-32b": ("EXAONE-4.0-32B",),
 }
 # The tokens of the longest sequence, by the `_key()` of a model's name. A model is listed only if this number differs
-# from the number in the model's shape.
+# from the number in the model's shape. All models with "2507" in their names have `_LONGEST_2507`.
 _LONGEST = {"llama38b": 8192, "llama370b": 8192}
 _LONGEST_2507 = 262_144
 # Words in a model's name that do not change the shape.
@@ -252,7 +252,7 @@ _ON_THE_HUB |= {_key(shape): (shape, shape) for shape in SHAPES if shape not in 
 _NAMES = {**_ON_THE_HUB, **{_key(shape): (shape, shape) for shape in SHAPES}}
 
 
-# The RAM that a plan assumes for another machine if the user gives no --ram.
+# The RAM that a plan assumes for another machine if the user gives neither --ram nor a budget.
 ASSUMED_RAM = "64GB"
 # A larger number in an option is a mistake, whatever the unit of the option is.
 _FIGURE_MAX = 1e9
@@ -274,13 +274,13 @@ def shape_named(path: Path) -> tuple[str, dict[str, Any]] | None:
     """Returns the name of the shape that `path` names, and the config of the shape; None if `path` exists.
 
     Raises:
-        ConfigError: `path` does not exist, and no shape has this name. The message suggests similar names.
+        ConfigError: `path` does not exist, and no shape has this name. The message suggests names.
     """
     if path.exists():
         return None
     name = str(path)
     key = _key(name)
-    # A name with an owner is never a key of `SHAPES`: the model Qwen/Qwen-7B is not the shape "qwen-7b".
+    # A name with an owner is the name of a model on the hub: Qwen/Qwen-7B is not the shape "qwen-7b", which is Qwen2.5.
     known = _ON_THE_HUB if "/" in name else _NAMES
     if key in known:
         shape = known[key][0]

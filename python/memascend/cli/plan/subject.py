@@ -71,7 +71,7 @@ class Trace:
     held: dict[str, int]  # the bytes at the peak by kind: logits, gradients, activations
     kept: int  # bytes that the forward keeps for the backward
     recomputes: bool  # True if activation checkpointing is on
-    loss: Loss = "full"  # the loss that was traced; always "full" for a model without an LM head
+    loss: Loss = "full"  # the loss that was traced: "full" instead of "chunked" if the model has no suitable LM head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def _fits(question: Question, found: Answer) -> str:
     if isinstance(question.trace, str):
         return f"fits without its activations, which are not known: {question.trace}"
     if question.gpu is None and not question.on_host:
-        return "fits the drive; whether it fits the GPU is known with --gpu"
+        return "fits the drive; pass --gpu to check whether it fits the GPU"
     return "fits"
 
 
@@ -181,7 +181,9 @@ def _what_fits(question: Question, asked: Answer, found: tuple[Question, Answer]
     if found is None and question.free is not None and len(asked.problems) == 1 and question.free < asked.disk_bytes:
         return "the store of this model does not fit in any format of the state (--state): use a larger drive"
     if found is None:
-        return "not one sequence of this length fits: use a shorter --length, or a larger GPU or drive"
+        return (
+            "not one sequence of this length fits: use a shorter --length, or a machine with a larger GPU, RAM or drive"
+        )
     other, its = found
     took = "" if its.seconds is None else f", {seconds_shown(its.seconds)} a step"
     return f"{_changes(question, other)}: {_memory_in_words(other, its)}{took}"
@@ -224,7 +226,10 @@ def _options(question: Question, *without: str) -> list[str]:
 
 
 def _command(model: Path, question: Question) -> str | None:
-    """Returns the command `memascend train` for this run; None if `memascend train` cannot do this run."""
+    """Returns the command `memascend train` for this run.
+
+    Returns None if `memascend train` cannot do this run, or if the model cannot be traced.
+    """
     options, trace = question.options, question.trace
     if question.ranks > 1 or isinstance(trace, str) or not question.is_usual:
         return None
@@ -391,7 +396,10 @@ def _in_turn(question: Question, now: float) -> list[Row]:
 
 
 def _ram_tier(question: Question, found: Answer) -> list[Row]:
-    """Returns one row for the seconds of a step without a RAM tier, and one row for each useful larger budget."""
+    """Returns one row for each useful larger budget. If the plan has a RAM tier, adds a row for a step without it.
+
+    Returns no row if the speed of the drive is not known.
+    """
     plan, forecast = found.plan, forecast_of(question, found)
     if forecast is None:
         return []

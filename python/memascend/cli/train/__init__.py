@@ -1,6 +1,6 @@
 """Implements `memascend train`: runs TRL's Trainers on models that do not fit in memory.
 
-If a training was stopped or killed, the same command resumes the training.
+If the training was stopped or killed, the same command resumes it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _silence() -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains a model. Returns exit code 0 after the model of the last step is in the output folder."""
-    # Without these variables, TRL reports each run to Hugging Face, and `datasets` reports each file that it reads. The
-    # two libraries read the variables when they are imported, so the variables are set before the import.
+    """Trains a model, and saves it in the output folder; with --dry_run, prints the plan. Returns exit code 0."""
+    # Without these variables, TRL reports each run to Hugging Face, and `datasets` reports each call of load_dataset().
+    # Libraries read the variables when they are imported, so the variables are set before the import.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     _silence()

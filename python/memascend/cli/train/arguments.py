@@ -1,6 +1,6 @@
 """Parses the options of `memascend train` from the command line and from a --config file.
 
-The options are the options of TRL, the options of transformers, and the arguments of `offload()`.
+Accepts the options of TRL and transformers, arguments of `memascend.trainer.offload()`, and a few further options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LISTS = ("dataset_name", "eval", "storage")
 # Defaults that replace defaults of TRL. TRL's defaults of "dtype" and "bf16" silently change results. TRL's default of
 # "save_strategy" writes checkpoints with state that the store already has.
 _DEFAULTS: dict[str, Any] = {"dtype": "auto", "bf16": False, "save_strategy": "no"}
-# For each option of an earlier version, the option that replaces it.
+# For each removed option of an earlier version, its replacement.
 _SUCCESSORS = {
     "batch": "--per_device_train_batch_size",
     "accumulate": "--gradient_accumulation_steps",
@@ -71,16 +71,18 @@ class Command(NamedTuple):
     model: Any  # TRL's ModelConfig
     mixture: Any  # TRL's DatasetMixtureConfig
     own: Any  # the options in `OFFLOAD`, and storage, eval, columns and dry_run
-    # True if --assistant_only_loss is not given. The loss then covers only the assistant's messages.
+    # For "sft", True if --assistant_only_loss is not given. In conversations, the loss then covers only the assistant's
+    # messages.
     finds_answers: bool
-    finds_packing: bool  # True if --packing is not given; examples of plain text are packed then
+    finds_packing: bool  # for "sft", True if --packing is not given; examples of plain text are packed then
 
 
 USAGE = f"memascend train [{'|'.join(KINDS)}] --model F --data F --output F --storage P [--config F.yaml] [option ...]"
 # This text is a constant, so that --help needs neither TRL nor torch.
 HELP = (
-    "Accepts all options of TRL and transformers (`trl sft --help` lists them), and arguments of memascend.offload(): "
-    f"--{', --'.join(OFFLOAD)}. Further options: --eval FILE, --columns OURS=THEIRS, --dry_run."
+    "Accepts all options of TRL and transformers (`trl sft --help` lists them), and arguments of "
+    f"memascend.trainer.offload(): --{', --'.join(OFFLOAD)}. Further options: --eval FILE, "
+    "--columns OURS=THEIRS, --dry_run."
 )
 
 
@@ -89,7 +91,8 @@ def parse(words: Sequence[str]) -> Command:
 
     Raises:
         ArgumentError: an option is missing, unknown or wrong.
-        ConfigError: a package or the model is missing, or the file in --config cannot be read.
+        ConfigError: a package is missing, the file in --config is not YAML, or `require_model()` rejects the model.
+        OSError: the file in --config cannot be read.
     """
     kind, words = (words[0], words[1:]) if words and not words[0].startswith("-") else ("sft", words)
     if kind not in KINDS:
@@ -196,7 +199,8 @@ def require_model(name: str, revision: str | None = None) -> None:
     """Checks quickly that `name` is a folder with a model, or may be the name of a model on the hub.
 
     Raises:
-        ConfigError: the folder or the hub's model does not exist, or the hub cannot be reached.
+        ConfigError: `name` is a file, or a folder without a model. Or `name` does not exist, and is a path or resembles
+            the path of a model's folder. Or `name` is not in the hub's cache, and the hub's host name has no address.
     """
     path = Path(name)
     if path.is_dir():
@@ -234,9 +238,10 @@ def require_model(name: str, revision: str | None = None) -> None:
 
 
 def _model_folders(path: Path) -> list[str]:
-    """Returns the folders of models in the parent folder of a wrong path.
+    """Returns the folders of models that are one or two levels below the parent folder of a wrong path.
 
-    If the parent folder does not exist, searches the folder above the parent folder instead.
+    If the parent folder does not exist, searches the folder above the parent folder instead. Returns at most
+    `_FOLDERS_MAX` folders.
     """
     above = path.parent if path.parent.is_dir() else path.parent.parent
     if not above.is_dir():

@@ -1,4 +1,4 @@
-"""Reads examples with the library `datasets`, and converts them to TRL's columns. Errors name the wrong file and line.
+"""Reads examples with the library `datasets`, and converts them to TRL's columns. Errors about an example name it.
 
 If the chat template cannot mark the assistant's messages, this module labels the tokens of these messages.
 """
@@ -66,7 +66,8 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
     May turn on packing or `assistant_only_loss` in the Trainer's arguments, as the examples require.
 
     Raises:
-        ConfigError: a file or an example is wrong. The message names the file or the example.
+        ConfigError: a file, its columns or an example is wrong, or the examples need a chat template that the model's
+            tokenizer does not have.
     """
     script, own = command.script, command.own
     if command.mixture.datasets and not (held_out and own.eval):
@@ -94,7 +95,7 @@ def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
                 found = _loaded(place, builder, streaming=script.dataset_streaming, **options, **given)
                 parts.append(_shaped(found, place, command, tokenizer))
             except UnicodeDecodeError as error:
-                # `datasets` decodes a file only when the file's examples are read, so this error comes late.
+                # A stream decodes a file only when its examples are read, so this error comes after `_loaded()`.
                 raise ConfigError(_wrong_line(place, builder) or f"{place} must be UTF-8: {error}") from error
     return datasets.concatenate_datasets(parts)
 
@@ -115,11 +116,14 @@ def _files(text: str) -> list[str]:
         return []
     found = [text] if Path(text).is_file() else sorted(glob.glob(text, recursive=True))  # noqa: PTH207
     if not found and (glob.has_magic(text) or text.count("/") != 1 or Path(text).suffix.lower() in _BUILDERS):
-        raise ConfigError(f"{text} does not exist: correct --data or --eval")
+        raise ConfigError(
+            f"{text} does not exist: correct --data or --eval, or give a data set of the hub as OWNER/NAME"
+        )
     for file in found:
         if Path(file).suffix.lower() not in _BUILDERS or not Path(file).stat().st_size:
             raise ConfigError(
-                f"{file} has no examples: give a file that is not empty, and whose name ends in {', '.join(_BUILDERS)}"
+                f"{file} is empty, or the suffix of its name is unknown: give a file with examples whose name ends in "
+                f"one of {', '.join(_BUILDERS)}"
             )
     return found
 
@@ -136,12 +140,13 @@ def _loaded(place: str, builder: str, **options: Any) -> Any:
         if "corresponds to no data" in str(why):
             raise ConfigError(f"{place} has no examples: give a file with examples") from error
         raise ConfigError(
-            _wrong_line(place, builder) or f"{place} cannot be read: {type(why).__name__}: {' '.join(str(why).split())}"
+            _wrong_line(place, builder)
+            or f"{place} cannot be read ({type(why).__name__}: {' '.join(str(why).split())}): check this data set"
         ) from error
 
 
 def _wrong_line(place: str, builder: str) -> str | None:
-    """Returns the line number and the text of the first error in a file; None if this function finds no error."""
+    """Returns a message with the file, the line and the first error in the file; None if it finds no error."""
     if builder not in ("json", "csv", "text"):
         return None
     content = Path(place).read_bytes()
@@ -166,7 +171,7 @@ def _wrong_line(place: str, builder: str) -> str | None:
 
 
 def _wrong_json(place: str, text: str) -> str | None:
-    """Returns the line number and the text of the first error in a JSON file; None if the file has no error."""
+    """Returns a message with the file, the line and the first error in a JSON file; None if it finds no error."""
     try:
         json.loads(text)
     except ValueError as wrong:
@@ -220,18 +225,18 @@ def _shape(found: list[str], given: Mapping[str, str], place: str, kind: str) ->
     """Returns the shape in `_SHAPES` that fits the columns `found`. `given` is the value of `--columns`."""
     has = f"{place} has columns {', '.join(map(repr, found))}"
     if missing := [name for name in given.values() if name not in found]:
-        raise ConfigError(f"{has}, but no {', '.join(map(repr, missing))}: name the columns by --columns correctly")
+        raise ConfigError(f"{has}, but no {', '.join(map(repr, missing))}: correct --columns")
     shapes = _SHAPES[kind]
     fitting = [shape for shape in shapes if {*shape} <= {*found, *given} and ({*shape} & {*given} or not given)]
     wanted = " or ".join(" with ".join(f"`{name}`" for name in shape) for shape in fitting or shapes)
     if not fitting:
         raise ConfigError(
             f"{has}, but memascend train {kind} needs {wanted}: "
-            "name the columns by --columns, for example --columns prompt=question,completion=answer"
+            "name the columns with --columns, for example --columns prompt=question,completion=answer"
         )
     if len(fitting) > 1:
         one = ",".join(f"{name}={given.get(name, name)}" for name in fitting[-1])
-        raise ConfigError(f"{has}, which fit {wanted}: choose one of these, for example by --columns {one}")
+        raise ConfigError(f"{has}, which fit {wanted}: choose one of these, for example with --columns {one}")
     return fitting[0]
 
 
@@ -306,6 +311,7 @@ def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]
     """Converts messages in the form of OpenAI or ShareGPT to the form of OpenAI.
 
     Drops fields that are None: if any example has a field, `datasets` adds this field, as None, to all other examples.
+    Drops system messages after the first message, and all system messages in `turns` if `system` is given.
     """
     messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns if isinstance(turns, list) else [turns], 1):
@@ -347,8 +353,8 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
             spans.append((len(before), len(ended) if ended.endswith(special) else len(after)))
     except Exception as error:
         raise ConfigError(
-            f"the chat template cannot be used: {error}. Pass --assistant_only_loss, and as "
-            "--chat_template_path a .jinja file that contains {% generation %}"
+            f"the chat template cannot be used: {error}. Pass --assistant_only_loss, and "
+            "--chat_template_path with a .jinja file that contains {% generation %}"
         ) from error
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     labels = [

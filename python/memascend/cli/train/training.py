@@ -55,7 +55,10 @@ _RECORD = "memascend-train.json"
 
 
 def train(command: Command) -> int:
-    """Trains from the last step in the store to the end of the training, and returns the exit code."""
+    """Trains from the last step in the store to the end of the training; with --dry_run, only prints the plan.
+
+    Returns the exit code.
+    """
     args, own = command.training, command.own
     chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
     options = Options(storage=own.storage, **{name: value for name, value in chosen.items() if name != "clipping"})
@@ -81,7 +84,7 @@ def train(command: Command) -> int:
 
 
 def _spare(trainer: Any, kind: str, options: Options) -> Spare:
-    """Returns the memory that the machine can spare. If the CPU computes, subtracts the memory that torch needs."""
+    """Returns the memory that the machine can spare. If the CPU computes, leaves room for torch's memory."""
     if options.computes_on != "cpu":
         return Spare()
     try:
@@ -98,7 +101,7 @@ def _spare(trainer: Any, kind: str, options: Options) -> Spare:
 
 @contextlib.contextmanager
 def _unchanged(folder: Path) -> Iterator[None]:
-    """Removes `folder` at the end if it did not exist before. The constructor of a Trainer creates this folder."""
+    """Removes `folder` at the end if it is empty and did not exist before. A Trainer's constructor creates it."""
     was_there = folder.exists()
     try:
         yield
@@ -190,7 +193,7 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
 
 
 def _report_stop(trainer: Any, existing: str | None) -> None:
-    """Closes the optimizer, and prints on rank 0 how to continue after a stop."""
+    """Closes the optimizer, and prints on the first rank of each machine how to continue after a stop."""
     where = "before the training began: run the same command to start the training"
     # A command with another value of --existing would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
@@ -211,7 +214,8 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
 def _terminate(process: int, *_: object) -> None:
     if os.getpid() == process:
         raise Terminated
-    # Here, the process is a worker of a DataLoader or of `datasets`. Workers inherit the handler. End without cleanup.
+    # Here, the process is a forked child that inherited the handler, such as a worker of a DataLoader. End without
+    # cleanup.
     os._exit(Terminated.exit_code)
 
 
@@ -227,7 +231,7 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
     for option in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, option):
             raise ConfigError(
-                f"--{option} quantizes the model by bitsandbytes, and memascend cannot offload quantized weights: "
+                f"--{option} quantizes the model with bitsandbytes, and memascend cannot offload quantized weights: "
                 f"remove --{option}. To train adapters on the 16-bit model, pass --use_peft"
             )
     given = {"revision": model.model_revision, "trust_remote_code": args.trust_remote_code}
@@ -255,7 +259,7 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, OSError) as error:
         if isinstance(error, MemascendError) or getattr(error, "errno", None):
             raise
-        raise ConfigError(f"{name} cannot be trained: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name} cannot be trained with these options: {' '.join(str(error).split())}") from error
     tokenizer.chat_template = template
     _require_exact(trainer)
     words = _examples_in_words(trainer, command.kind, examples)
@@ -264,7 +268,11 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
 
 
 def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
-    """Describes how many examples TRL dropped; "" if TRL dropped none. Raises ConfigError if TRL dropped all."""
+    """Describes how many examples TRL dropped; "" if TRL dropped none, or if the number is not known.
+
+    Raises:
+        ConfigError: TRL dropped all examples.
+    """
     if given is None or isinstance(given, datasets.IterableDataset) or getattr(trainer.args, "packing", False):
         # A stream has no length, and packing drops no examples.
         return ""
@@ -304,7 +312,7 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
 
 
 def _require_exact(trainer: Any) -> None:
-    """Raises ConfigError if the model is not a causal decoder, or if the model would mix packed examples."""
+    """Raises ConfigError if the model is not a causal decoder, or if the model may mix packed examples."""
     model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
     config, name, source = model.config, type(model).__name__, inspect.getsource(sys.modules[type(model).__module__])
     # The code of some models reads `config.is_decoder`. For all other models, `config.is_decoder` has no meaning.
@@ -322,7 +330,7 @@ def _require_exact(trainer: Any) -> None:
         and layers <= {"full_attention", "sliding_attention", "chunked_attention"}
         and not any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     ):
-        raise ConfigError(f"{name} would mix examples that share a sequence: pass --packing false")
+        raise ConfigError(f"{name} may mix examples that share a sequence: pass --packing false")
 
 
 def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
@@ -334,7 +342,7 @@ def _write(trainer: Any, file: Path, record: dict[str, Any]) -> None:
 
 
 def _save(trainer: Any, file: Path, record: dict[str, Any]) -> None:
-    """Saves the model of the last step, if it is not saved yet. Then closes the optimizer, and plots the run."""
+    """Saves the model of the last step and plots the run, unless the model is saved already. Closes the optimizer."""
     optimizer = offloaded_optimizer(trainer.optimizer)
     made = session_of(optimizer).run.metadata.identity()
     (is_there,) = broadcast_object_list([record.get("saved") == made])

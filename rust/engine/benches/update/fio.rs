@@ -17,7 +17,8 @@ pub(crate) struct Huge {
 }
 
 impl Huge {
-    /// Reserves huge pages for `depth` blocks of 1 MiB. If this fails, returns the reason as a text.
+    /// Reserves huge pages of 2 MiB for `depth` blocks of 1 MiB, and mounts a hugetlbfs in `folder`. If this fails,
+    /// returns the reason as a text.
     pub(crate) fn new(folder: &Path, depth: usize) -> Result<Self, String> {
         let said = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
         let pages_before = std::fs::read_to_string(HUGE_PAGES).map_err(|error| said(HUGE_PAGES, &error))?;
@@ -78,8 +79,8 @@ pub(crate) fn seconds(
     if !done.status.success() {
         return Err(format!("fio failed: {}", String::from_utf8_lossy(&done.stderr)).into());
     }
-    // Field 5 is the number of KiB that fio read, and field 46 the number of KiB that it wrote. Fields 8 and 49 are the
-    // milliseconds of the reads and of the writes.
+    // Counted from 0, field 5 is the number of KiB that fio read, and field 46 the number of KiB that it wrote. Fields
+    // 8 and 49 are the milliseconds of the reads and of the writes.
     let fields: Vec<&str> = line.split(';').collect();
     let of = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok()).ok_or("no number from fio");
     let (moved, longest) = ((of(5)? + of(46)?) * 1024.0, of(8)?.max(of(49)?) / 1e3);

@@ -40,7 +40,8 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Measured seconds. `commit` has one entry per round. Every other list has one entry per record and round.
+/// Measured seconds. `commit` has one entry per round. `update` and `pure` have one entry per record and round. So have
+/// `fio` and `fio_default`, unless fio does not run.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,

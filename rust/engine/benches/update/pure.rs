@@ -49,8 +49,8 @@ impl Pure {
         2 * self.chunks * self.elements * (self.layout.state_bytes() + VALUE_BYTES)
     }
 
-    /// Reads the state of each chunk of a record from `slot`, and writes state and values to the other slot, without
-    /// arithmetic. Keeps the same number of chunks in flight as the engine does.
+    /// For each chunk of a record, reads the state from `slot`, and the values if the update reads them. Writes state
+    /// and values to the other slot. Keeps the same number of chunks in flight as the engine does.
     pub(crate) fn record(&self, record: usize, slot: usize) -> Outcome<()> {
         let Self { volume, ring, chunks, elements, staged, layout, .. } = self;
         let (chunks, elements, staged) = (*chunks, *elements, *staged);

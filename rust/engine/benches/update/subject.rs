@@ -37,8 +37,8 @@ impl Layout {
         }
     }
 
-    /// Returns the default number of elements of a chunk. It is the largest number of elements whose state fits into
-    /// one request. Python uses the same default.
+    /// Returns the number of elements of a chunk that Python's `chunk_elements_of` returns for this layout: the largest
+    /// multiple of 2,048 whose state fits into one request of 1 MiB, but at most 98,304.
     pub(crate) fn chunk_elements(self) -> usize {
         if self.is_compact { 98_304 } else { 86_016 }
     }

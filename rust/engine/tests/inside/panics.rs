@@ -1,4 +1,5 @@
-//! Tests panics on the engine's thread: every waiter gets an error, and the store keeps its last commit.
+//! Tests panics of jobs and of users' functions: every caller that waits gets an error, and the store keeps its last
+//! commit. Also tests that a job that waits for a read ends with the engine or with its step.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::{
 };
 
 const NUMEL: u64 = 5000;
-/// Bounds every wait, so that a hang fails the test.
+/// Bounds the waits after a panic, so that a hang fails the test.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The point at which the job panics.
@@ -155,7 +156,7 @@ fn spill(engine: &Engine, record: usize) -> Result<()> {
     engine.spill(record, gradient, false, Wait::at_most(PATIENCE))
 }
 
-/// Checks that calls on `engine` return an error about the panic, and that the error contains the text `what`. Then
+/// Checks that calls on `engine` return an error about the panic `what`, except discards, which must succeed. Then
 /// closes the engine, and checks that the store still has its first commit.
 fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
     let panicked = |result: &Result<()>| matches!(result, Err(Error::Panicked(why)) if why.contains(what));
@@ -192,15 +193,14 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
     for at in all {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // This job is already in flight when the panicking job runs. The test also queues a job after the panicking
-        // job.
+        // This job begins before the panicking job, so its writes may be in flight at the panic. The test also queues a
+        // job after the panicking job.
         ok(spill(&engine, 1));
         let work = Panicking { at, shared: Arc::clone(&engine.shared), dropped: false };
         ok(engine.shared.queue.push(Job::new(0, work), &mut Wait::forever()));
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| engine.finish(Wait::at_most(PATIENCE)));
-            // This spill succeeds if it runs before the engine's thread ends, and fails afterwards. The test accepts
-            // both results.
+            // This call succeeds before the engine's thread ends, and fails afterwards. The test accepts both results.
             drop(spill(&engine, 1));
             let waited = waiting.join().unwrap_or_else(|_| panic!("the waiting thread"));
             assert!(matches!(&waited, Err(Error::Panicked(_))), "{at:?}: {waited:?}");
@@ -214,7 +214,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
     for input in [FunctionInput::InChunks, FunctionInput::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
-        // With `FunctionInput::Whole`, the function runs on a separate thread. While it runs, the pipeline reads the
+        // With `FunctionInput::Whole`, the function runs on a separate thread. While it runs, the pipeline may read the
         // second record.
         for record in 0..2 {
             let application = Application {
@@ -237,7 +237,8 @@ fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         let store = Arc::clone(engine.store());
-        // `parts` reserves a read of the slot. The test never begins this read, so the second fill below has to wait.
+        // `parts` holds the live slot of the record until all parts are read. The test reads no part, so the second
+        // fill below has to wait for this slot.
         let parts = ok(store.parts(0, 1 << 20));
         let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));
