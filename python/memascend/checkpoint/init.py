@@ -353,10 +353,11 @@ class MetaBuffers:
                 made = [self._new[key] for key, places in asked.items() if any(p.module is module for p in places)]
                 initialiser.buffers_of(module, made)
         lost = []
-        for key, places in asked.items():
+        unwritten = {key: places for key, places in asked.items() if not is_written(self._new[key])}
+        if unwritten and isinstance(weights, WeightFiles):
+            weights.find(Names(self._model))
+        for key, places in unwritten.items():
             new, name = self._new[key], places[0].name
-            if is_written(new):
-                continue
             if weights is not None and weights.has(name):
                 new.copy_(weights.tensor(name, self._old[key]))
             else:
@@ -549,10 +550,14 @@ def persistent_buffers(model: torch.nn.Module) -> list[BufferPlace]:
     return [*found.values()]
 
 
-def move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves all buffers of a model to a device. If the move of one buffer fails, moves no buffer."""
+def move_buffers(model: torch.nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+    """Moves all buffers of a model to a device. If the move of one buffer fails, moves no buffer.
+
+    `undo` gets the calls that put the present buffers back into the model.
+    """
     found = list(each_buffer(model))
     tensors = {id(tensor): tensor for _, tensor in found}
     moved = {key: tensor.to(device) for key, tensor in tensors.items()}
     for place, tensor in found:
+        undo.callback(place.put, tensor)
         place.put(moved[id(tensor)])

@@ -83,11 +83,16 @@ class _Fp8Tensor:
         grid = (*scales.shape[-2:],) if scales.dim() > 1 else (1, 1)
         rows, columns = self._block(shape, grid)
         found = torch.empty(shape, dtype=dtype)
-        matrices = zip(
-            codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *grid), found.view(-1, *shape[-2:]), strict=True
-        )
+        matrices, grids = codes.reshape(-1, *shape[-2:]), scales.reshape(-1, *grid)
+        if len(grids) == 1:
+            # One scale, or one grid of scales, is for all matrices of a stack.
+            grids = grids.expand(len(matrices), *grid)
+        if len(grids) != len(matrices):
+            raise CorruptionError(
+                f"{self.name} has {len(matrices)} matrices, but scales for {len(grids)}. Download the model again"
+            )
         step = max(1, _PART // max(1, shape[-1]))
-        for part, factors, into in matrices:
+        for part, factors, into in zip(matrices, grids, found.view(-1, *shape[-2:]), strict=True):
             for first in range(0, len(part), step):
                 some = slice(first, min(first + step, len(part)))
                 of_rows = factors[torch.arange(some.start, some.stop) // rows]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memascend.checkpoint.contents import UPDATES, StateForm, conversion_warning, form_of, kinds_of, plain_tensors
-from memascend.checkpoint.files import Names, read_bounded, saved_name
+from memascend.checkpoint.files import Names, file_errors, read_bounded, saved_name
 from memascend.checkpoint.weights import WeightFiles
 from memascend.distributed.rows import is_in_blocks
 from memascend.errors import ConfigError, CorruptionError, MemascendError
@@ -132,7 +132,8 @@ class Checkpoint:
 
         with Progress("checking the checkpoint", total) as progress:
             for name, entry in self.manifest["files"].items():
-                _verify(self.folder / name, entry, mine, progress)
+                with file_errors(self.folder / name, "cannot be read"):
+                    _verify(self.folder / name, entry, mine, progress)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -360,7 +361,10 @@ class CheckpointValues:
         for of in wanted.keys() & found.keys():
             dtype, shape = found[of].dtype, found[of].shape
             if dtype != wanted[of].dtype or shape != wanted[of].shape:
-                problems.append(f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype}")
+                problems.append(
+                    f"{state_key(name, of)} is {dtype} of shape {list(shape)}, not {wanted[of].dtype} of shape "
+                    f"{list(wanted[of].shape)}"
+                )
         return problems
 
     def _kept(self, name: str) -> dict[str, torch.Tensor]:

@@ -391,6 +391,13 @@ class WeightFiles:
                 "function as weights="
             )
         # Also record non-persistent buffers, because files may have their values.
+        self._record(found)
+
+    def find(self, names: Names) -> None:
+        """Finds the tensors of the model in the files. `check()` also does this; a resume does not call `check()`."""
+        self._record(self.matched(names))
+
+    def _record(self, found: Matched) -> None:
         self._of.update({name: keys[0] for name, keys in found.of.items() if name not in self._of})
 
     def matched(self, names: Names) -> Matched:
@@ -413,7 +420,7 @@ class WeightFiles:
         return [(first, other) for first, other in pairs if not same_bits(self.at(first), self.at(other))]
 
     def has(self, name: str) -> bool:
-        """True if the files have the tensor. Call `check()` before this method."""
+        """True if the files have the tensor. Call `check()` or `find()` before this method."""
         return name in self._of
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:

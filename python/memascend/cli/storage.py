@@ -61,9 +61,9 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
         arena = memory.Arena(region, plan)
         tensors = [arena.lease(nbytes).tensor(nbytes, torch.uint8) for _ in range(count)]
         tensors[0].random_(256)
-        for tensor in tensors[1:]:
+        for index, tensor in enumerate(tensors[1:], 1):
             # Rotate the bytes: a drive that removes duplicates must not find equal blocks.
-            tensor.copy_(tensors[0].roll(4099))
+            tensor.copy_(tensors[0].roll(4099 * index))
         yield tensors
 
 

@@ -180,7 +180,7 @@ class _TogetherRun:
             give_gradient(parameter, None if gradient is None else gradient.clone())
         run(self.copy, method)
         if any(id(key) not in self.known for key in self.copy.state):
-            raise refused(self.copy, "its step changes state that belongs to no parameter")
+            raise refused(self.copy, f"its {method} changes state that belongs to no parameter")
 
     def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:
         states = [dict(self.copy.state.get(parameter, {})) for parameter in self.parameters]
@@ -227,7 +227,7 @@ class _SeparateRun:
         changes = common_end(ends)
         lost = next((name for name, value in changes.items() if not storable(value)), None)
         if lost is not None:
-            raise refused(self._optimizer, f"its step changes {lost} to a value that is neither a number nor text")
+            raise refused(self._optimizer, f"its {method} changes {lost} to a value that is neither a number nor text")
         self._shared = self._shared.with_changes(changes)
 
     def now(self) -> tuple[list[torch.Tensor], list[dict[str, Any]], SharedValues]:

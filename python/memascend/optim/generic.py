@@ -298,10 +298,15 @@ class Runs:
             return
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
+            done = (
+                "removed it"
+                if changes[lost] is GONE
+                else f"set it to a value of type {type(changes[lost]).__qualname__}"
+            )
             raise UsageError(
-                f"{named(self.optimizer)} changed {lost} to a {type(changes[lost]).__qualname__}, which cannot be "
-                "committed with the step: only numbers and text can. Change the optimizer so that "
-                "it keeps a number or text there, or use another optimizer"
+                f"{named(self.optimizer)} changed {lost} in a way that cannot be committed with the step: it {done}, "
+                "but only numbers and text can be committed. Change the optimizer so that it keeps a number or text "
+                "there, or use another optimizer"
             )
         self._ends[name] = group, changes
 

@@ -132,10 +132,10 @@ class StateTrials:
                 failed = failed or error
                 continue
             return {name: _scaled(self._optimizer, name, value, way.size, shape) for name, value in state.items()}
+        why = "no trial fits this shape" if failed is None else f"its step failed ({type(failed).__name__}: {failed})"
         raise ConfigError(
             f"memascend could not find out which state {named(self._optimizer)} keeps for a parameter of shape "
-            f"{list(shape)}: its step failed ({type(failed).__name__}: {failed}). Use an optimizer listed in "
-            "docs/optimizers.md"
+            f"{list(shape)}: {why}. Use an optimizer listed in docs/optimizers.md"
         ) from failed
 
     def _refuse_kinds_by_value(self, small: torch.Size, after: Callable[[_Way], dict[str, Any]]) -> None:
@@ -318,6 +318,8 @@ def _add(layout: StateLayout, optimizer: torch.optim.Optimizer, narrow: torch.dt
         plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
         if not plain or tensor.layout != torch.strided or part in layout.tensors:
             kind = f"a {type(tensor).__qualname__}" if not plain else "a sparse tensor"
+            if part in layout.tensors:
+                kind = "two tensors"
             raise ConfigError(
                 f"{named(optimizer)} keeps {kind} as {part!r}; memascend can stream only dense tensors and numbers. "
                 "Use an optimizer listed in docs/optimizers.md"

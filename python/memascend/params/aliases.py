@@ -257,8 +257,8 @@ def _tensors_in(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor
 
 
 def _listed(what: str, names: list[str]) -> str:
-    more = f" (and {len(names) - 1} more: {', '.join(names[1:_NAMED])}...)" if len(names) > 1 else ""
-    return f"{what} {names[0]}{more}"
+    rest = ", ".join(names[1:_NAMED]) + ("..." if len(names) > _NAMED else "")
+    return f"{what} {names[0]}" + (f" (and {len(names) - 1} more: {rest})" if len(names) > 1 else "")
 
 
 def find_foreign(named: Mapping[str, torch.Tensor]) -> list[str]:

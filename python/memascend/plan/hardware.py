@@ -153,7 +153,7 @@ def gpu_here() -> Gpu | None:
 
     if not torch.cuda.is_available():
         return None
-    short, nbytes = short_name(torch.cuda.get_device_name()), torch.cuda.get_device_properties(0).total_memory
+    short, nbytes = short_name(torch.cuda.get_device_name()), torch.cuda.get_device_properties(None).total_memory
     same = (name for name in (*CARDS, *USUAL) if short.startswith(name) and _MAKE.fullmatch(short[len(name) :]))
     known = max(same, key=len, default=None)
     return None if known is None else replace(CARDS[USUAL.get(known, known)], nbytes=nbytes)

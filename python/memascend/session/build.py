@@ -31,6 +31,7 @@ from memascend.session.value_edits import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import ExitStack
     from pathlib import Path
     from typing import Any
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Builds a run from prepared parts. Only the method `run` changes the model."""
+    """Builds a run from prepared parts. Only the method `offload` changes the model's parameters."""
 
     subject: Subject  # model and optimizer
     decision: Decision  # units and plan
@@ -51,13 +52,20 @@ class Assembly:
     # the folder for copies of the weights; None: making a copy raises an error that asks for a folder
     scratch: Path | None
 
-    def run(self) -> tuple[Session, OffloadedOptimizer]:
-        """Offloads the parameters; returns the session, and the optimizer for the user."""
-        subject, resources = self.subject, self.resources
+    def session(self, undo: ExitStack) -> Session:
+        """Builds the session of the run, and moves the model's buffers to the device; `undo` moves the buffers back.
+
+        Raises:
+            MemoryLimitError: the device has too little memory for the buffers.
+        """
         session = self._session()
+        move_buffers(self.subject.model, self._device, undo)
+        return session
+
+    def offload(self, session: Session) -> OffloadedOptimizer:
+        """Offloads the parameters; returns the optimizer for the user."""
+        subject, resources = self.subject, self.resources
         offloaded = OffloadedOptimizer(subject.original, session)
-        # `move_buffers` fails if the device has too little memory, so it runs before any parameter changes.
-        move_buffers(subject.model, self._device)
         for unit in session.run.residency.units.all:
             for place in unit.places:
                 if not torch._has_compatible_shallow_copy_type(place.parameter, place.nothing):  # noqa: SLF001
@@ -74,7 +82,7 @@ class Assembly:
         for member in members_of(subject.original):
             original_state.leave(member, offloaded)
         session.attachment.enter(offloaded)
-        return session, offloaded
+        return offloaded
 
     def _session(self) -> Session:
         # None of the objects that are built here refers to `subject`. Otherwise the run would keep the subject's tables

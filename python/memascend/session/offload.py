@@ -215,13 +215,13 @@ def offload(  # noqa: PLR0913 - options are keywords
 def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
     """Plans, opens the store, and offloads the parameters.
 
-    If an error occurs before `Assembly.run` is called, `undo` reverts all changes. After a later error, `undo` only
-    closes the resources.
+    If an error occurs before `Assembly.offload` is called, `undo` reverts all changes to the model. After a later
+    error, `undo` only closes the resources.
     """
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
         assembly = exchange.together(lambda: _prepared(subject, turn, undo))
-        session, offloaded = assembly.run()
+        session = assembly.session(undo)
         # With `existing="previous"`, drop the newest commit here, after every check that may reject the call. If
         # `end_log` replayed a gradient log, it has dropped the commit already.
         store = assembly.resources.store
@@ -232,6 +232,7 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
         if all(exchange.all_values(left is not None)):
             session.run.gradients.deferrable = frozenset(left or ())
         session.measurements.log_began(begin_log(store, plan))
+        offloaded = assembly.offload(session)
         if subject.earlier is not None:
             # All ranks wait here. After this point no rank drops its new store, so the earlier stores can be removed.
             exchange.all_values(None)

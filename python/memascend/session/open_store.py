@@ -335,10 +335,9 @@ class FirstValues:
             # Buffers are filled in sorted order, because a replica that refills this store sends the buffers in sorted
             # order.
             for name in sorted(subject.buffers.names):
-                target = subject.buffers.target(name)
                 if not isinstance(source, ModelValues):
-                    self._undo.callback(target.copy_, target.clone())
-                source.buffer(name, target)
+                    self._undo_buffer(name)
+                source.buffer(name, subject.buffers.target(name))
                 engine.fill(name, subject.buffers.tensor(name), {})
             hyperparameters = {**subject.arithmetic.committed(), **source.hyperparameters()}
             engine.commit(source.step, user_state=source.user_state, hyperparameters=hyperparameters)
@@ -346,11 +345,18 @@ class FirstValues:
 
     def read(self, store: Store, ram_tier: Sequence[str]) -> dict[str, Any]:
         """Restores the buffers from a store, and reads the RAM tier; returns the store's hyperparameters."""
+        for name in self._subject.buffers.names:
+            self._undo_buffer(name)
         self._subject.buffers.restore(store)
         if ram_tier:
             with Progress("reading parameters kept in RAM", 0) as progress:
                 store.refresh(ram_tier, progress.reached)
         return _hyperparameters(store)
+
+    def _undo_buffer(self, name: str) -> None:
+        """If `offload()` fails, the buffer gets its present values back."""
+        target = self._subject.buffers.target(name)
+        self._undo.callback(target.copy_, target.clone())
 
     def drop_sources(self) -> None:
         """Drops the sources of the first values, so that the files of the sources are unmapped."""

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memascend.plan.cost import Work, assumed_host, fastest, seconds, ways
+from memascend.plan.cost import Work, assumed_host, fastest, seconds, update_seconds, ways
 from memascend.plan.hardware import ASSUMED_DRIVE, DRIVES, REACHED, gpu_here, product_flops
 from memascend.plan.options import Options
 from memascend.session.decide import planned
@@ -74,7 +74,7 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
     )
     drive = DRIVES[ASSUMED_DRIVE]
     host = assumed_host(None if gpu is None else gpu.link, shared=on_host)
-    steps = ways(plan, work, drive, host)
+    steps = ways(plan, work, drive, replace(host, update=update_seconds(plan, host.update)))
     way = fastest(steps)
     plan = plan.repeated(count - 1).by(way)
     return Forecast(

@@ -280,8 +280,19 @@ def _are_tensors(value: Any) -> bool:
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries whose values JSON can store. Converts scalars of numpy and torch to numbers."""
-    found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    found = {name: _number(value) for name, value in values.items()}
     return {name: plain(value) for name, value in found.items() if storable(value)}
+
+
+def _number(value: Any) -> Any:
+    """Converts a scalar of numpy or torch to a number; returns any other value as it is."""
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        # An array or a tensor of several elements.
+        return value
 
 
 def _with_tensors(value: Any) -> Any:
@@ -290,4 +301,6 @@ def _with_tensors(value: Any) -> Any:
         return {name: _with_tensors(part) for name, part in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], str):
         return torch.tensor(value[1], dtype=getattr(torch, value[0]))
+    if isinstance(value, list):
+        return [_with_tensors(part) for part in value]
     return value

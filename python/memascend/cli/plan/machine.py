@@ -91,7 +91,8 @@ def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
     each = {system: speeds_at(path) for system, path in dict(zip(systems, paths, strict=True)).items()}
     slowest = {
         pattern: min(speed[pattern].gb_per_second / systems.count(system) for system, speed in each.items())
-        for pattern in (next(iter(each.values())) if each else ())
+        for pattern in ("read", "write", "mixed")
+        if each and all(pattern in speed for speed in each.values())
     }
     speeds = {pattern: len(paths) * slow for pattern, slow in slowest.items()}
     if "mixed" not in speeds:
