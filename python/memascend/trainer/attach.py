@@ -20,7 +20,7 @@ from memascend.plan.options import AUTO
 from memascend.session.optimizer import session_of
 from memascend.storage import newest
 from memascend.trainer import names
-from memascend.trainer.callback import Callback, offloaded_optimizer
+from memascend.trainer.callback import Callback, is_offloaded
 from memascend.trainer.description import description, of_ranks, require_same
 from memascend.trainer.display import Display, is_shown, print_in_words
 from memascend.trainer.forecast import forecast
@@ -82,8 +82,8 @@ def offload(
 
     Raises:
         ConfigError: the Trainer or an option is not supported, or the store belongs to another run. The message lists
-            the differences between the runs. Nothing was changed, unless the option `checkpoint` has another run: then
-            the store was already made from the checkpoint.
+            the differences between the runs. Nothing was changed, unless the option `checkpoint` has a run without
+            `memascend.trainer.offload()`: then the store was already made from the checkpoint.
         MemascendError: `memascend.offload()` failed, as its documentation describes.
     """
     names.require(trainer)
@@ -106,8 +106,7 @@ def offload(
         if not trainer.is_fsdp_enabled:
             trainer.create_optimizer()
         run = description(trainer, f"{clipping} {options.get('max_grad_norm')}" if clipping == "exact" else clipping)
-        if continues:
-            _require_this_run(paths, trainer, run)
+        _require_this_run(paths if continues else (), options.get("checkpoint"), trainer, run)
         return _offloaded(trainer, Resume(trainer, run, exact_norm=clipping == "exact", keep=keep), options)
     except BaseException:
         # Restore the Trainer, so that the caller can correct the options and call offload() again.
@@ -208,7 +207,7 @@ class OffloadCallback(Callback):
         """Checks that `train()` uses the offloaded model and optimizer. Restores the Trainer's state at a resume."""
         assert self._session is not None
         model = others["model"]
-        if offloaded_optimizer(others.get("optimizer")) is None or self._session.attachment.model is not model:
+        if not is_offloaded(others.get("optimizer")) or self._session.attachment.model is not model:
             raise UsageError(
                 "the Trainer's model or optimizer was replaced after memascend.trainer.offload(). Call "
                 "memascend.trainer.offload() right before train(), after any code that replaces the model or optimizer"
@@ -417,10 +416,16 @@ def _clipping(trainer: Any, paths: Sequence[str], options: Mapping[str, Any]) ->
     return "exact" if stored == "exact" else "torch"
 
 
-def _require_this_run(paths: Sequence[str], trainer: Any, run: Mapping[str, Any]) -> None:
-    """Rejects a store of another run. The first rank also checks stores written with another number of ranks."""
+def _require_this_run(paths: Sequence[str], checkpoint: Any, trainer: Any, run: Mapping[str, Any]) -> None:
+    """Rejects a store of another run or, if there is no store, a checkpoint of another run.
+
+    The first rank also checks stores written with another number of ranks.
+    """
     own = None if trainer.args.process_index == 0 else 1
-    for file, position, step in _commits(paths, trainer, own):
+    commits = [*_commits(paths, trainer, own)]
+    if not commits and checkpoint is not None and (position := position_of(checkpoint)) is not None:
+        require_same(decoded(position, str(checkpoint)), run, trainer)
+    for file, position, step in commits:
         if position is not None:
             require_same(decoded(position, file), run, trainer)
         elif step:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from memascend.session.report import Report
     from memascend.session.session import Session
 
-__all__ = ["FIGURES", "Callback", "counted_in", "is_streamed", "offloaded_optimizer"]
+__all__ = ["FIGURES", "Callback", "counted_in", "is_offloaded", "is_streamed", "offloaded_optimizer"]
 
 _log = logging.getLogger("memascend")
 # The names of the figures in a log. The docstring of `Callback` describes the figures.
@@ -240,13 +240,23 @@ def offloaded_optimizer(optimizer: Any) -> OffloadedOptimizer:
     Raises:
         ConfigError: the Trainer's optimizer is not offloaded.
     """
-    while not isinstance(optimizer, OffloadedOptimizer):
+    found = _unwrapped(optimizer)
+    if found is None:
+        raise ConfigError(
+            "the Trainer's optimizer is not offloaded. Give the Trainer the optimizer that offload() returned: "
+            "Trainer(optimizers=(optimizer, scheduler))"
+        )
+    return found
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    """True if the optimizer of a Trainer, without accelerate's wrappers, is offloaded."""
+    return _unwrapped(optimizer) is not None
+
+
+def _unwrapped(optimizer: Any) -> OffloadedOptimizer | None:
+    while optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
-        if optimizer is None:
-            raise ConfigError(
-                "the Trainer's optimizer is not offloaded. Give the Trainer the optimizer that offload() returned: "
-                "Trainer(optimizers=(optimizer, scheduler))"
-            )
     return optimizer
 
 
