@@ -51,7 +51,10 @@ _MEMORY_CASES = {"kept in memory": {}, 'activations="ssd"': {"activations": "ssd
 
 
 def main() -> None:
-    """Measures the parts named by --parts and prints their tables."""
+    """Measures the parts named by --parts; prints their tables, and those of earlier runs in the folder of --write.
+
+    With `--show`, measures nothing. With `--work`, this process trains one case.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     default = [part for part in _PARTS if part != "trl" or importlib.util.find_spec("trl")]
@@ -93,7 +96,10 @@ def main() -> None:
 
 
 def _write(found: dict[str, Any], folder: Path | None) -> str:
-    """Returns the tables. If `folder` is given, also writes the results, the tables and the picture to `folder`."""
+    """Returns the tables.
+
+    If `folder` is given, also writes the results and the tables to it, and the picture if there are seconds.
+    """
     text = "\n\n".join(_SHOWN[part](found[part]) for part in _PARTS if part in found)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +112,10 @@ def _write(found: dict[str, Any], folder: Path | None) -> str:
 
 
 def _kept(folder: Path | None) -> dict[str, Any]:
-    """Returns the results that earlier runs wrote to `folder`. The keys are the names of the parts."""
+    """Returns the results that earlier runs wrote to `folder`; an empty dict if there are none.
+
+    The keys are the names of the parts, "machine" and "parameters".
+    """
     path = None if folder is None else folder / "accumulate.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
     return found
@@ -131,7 +140,7 @@ def _seconds(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _joined(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combines all turns of a case: medians of seconds and bytes, and the highest memory peak."""
+    """Combines all turns of a case: medians of seconds, bytes and processor seconds, and the highest memory peak."""
     return {
         "seconds": statistics.median(taken for turn in turns for taken in turn["seconds"]),
         "moved": statistics.median(turn["read"] + turn["written"] for turn in turns),
@@ -156,7 +165,10 @@ def _bytes(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures the peak memory of steps that recompute blocks. Each number of micro-batches has a separate process."""
+    """Measures the peak memory of steps that recompute blocks, by case and number of micro-batches.
+
+    A new process measures each of these steps.
+    """
     rows = []
     for name, given in _MEMORY_CASES.items():
         for count in options.counts:
@@ -284,8 +296,8 @@ def _memory_shown(rows: list[dict[str, Any]]) -> str:
 def _trl_shown(rows: list[dict[str, Any]]) -> str:
     from memascend.text import table
 
-    # Users start with micro-batches of one example, computed one after the other. All cases are compared with this
-    # case.
+    # Users start with micro-batches of one example, computed one after the other. The table compares each case with
+    # this case of the same Trainer.
     ones = {row["trainer"]: row["seconds"] for row in rows if (row["size"], row["way"]) == (min(_SIZES), TURNS)}
     shown = [
         (
@@ -306,7 +318,10 @@ _SHOWN = {"seconds": _seconds_shown, "bytes": _bytes_shown, "memory": _memory_sh
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the bytes and the seconds of a step over its number of micro-batches. Each way has one line."""
+    """Draws the bytes and the seconds of a step over its number of micro-batches.
+
+    The bytes have one panel. The seconds have a panel for each length. Each way has one line in each panel.
+    """
     from memascend.text import IN_MEMORY, OURS, open_pyplot
 
     plt = open_pyplot()
@@ -366,13 +381,13 @@ class _Worker:
     def turn(self, count: int, length: int, steps: int) -> dict[str, Any]:
         """Makes and measures `steps` steps; returns their seconds, bytes and memory peak.
 
-        Each step has `count` micro-batches of `length` tokens.
+        Each step has `count` micro-batches of `length` tokens. One step that is not measured comes first.
         """
         from benchmarks import counters
         from memascend.cli import process
 
-        # The first step of a turn is not measured, because it is not typical. While other cases took their turns, the
-        # disk finished its writes and the state of the machine's memory changed.
+        # The first step of a turn is not typical: since the last turn, other cases may have trained, the disk has
+        # finished its writes, and the state of the machine's memory has changed.
         self._step(count, length)
         process.restart_peak()
         before, seconds = counters.counts(), []
@@ -389,7 +404,7 @@ class _Worker:
             "written": moved["written"] / steps / parameters,
             "peak": process.resident_peak(),
             # "saved": the bytes that one micro-batch saves. Checkpointing saves only the input of each block.
-            # "largest": the bytes of the largest unit, which is the embedding.
+            # "largest": the bytes of the embedding, which is the largest unit with 25M and 125M parameters.
             "saved": self.work.layers * length * self.work.hidden * self.model.dtype.itemsize,
             "largest": self.work.vocabulary * self.work.hidden * self.model.dtype.itemsize,
         }
@@ -423,7 +438,7 @@ class _TrainersWorker:
         from benchmarks.train.cell.workload import WORKLOADS, made
 
         self.work = work
-        # The model is saved to a folder. DPOTrainer also reads its reference model from this folder.
+        # The Trainer reads the model from this folder. DPOTrainer also reads its reference model from there.
         made(WORKLOADS[f"{work['parameters']}-1x128"]).save_pretrained(f"{work['folder']}/model")
         torch.manual_seed(0)
         self.tokenizer = tokenizer()
@@ -448,7 +463,7 @@ class _TrainersWorker:
     def turn(self, steps: int) -> dict[str, Any]:
         """Trains; returns seconds, bytes and the memory peak of `steps` steps.
 
-        The first steps are not measured: in these steps, memascend detects the habits of the training loop.
+        The first steps are not measured, because memascend detects the habits of the training loop in them.
         """
         import trl
         from transformers import PrinterCallback, TrainerCallback
@@ -487,8 +502,7 @@ class _TrainersWorker:
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         trainer.train()
         optimizer.close()
-        # `times` leaves out the warm-up steps and the last step. The last step is slower, because it also writes the
-        # data that `close()` would otherwise write.
+        # `times` leaves out the warm-up steps and the last step.
         times = begun[_WARM_STEPS:-1]
         seconds = [after[0] - before[0] for before, after in itertools.pairwise(times)]
         moved = times[-1][1].since(times[0][1])

@@ -29,7 +29,7 @@ _LOGGED = {"bfloat16": 2 + 12 / _LOG_STEPS, "float32": 4 + 12 / _LOG_STEPS}
 
 
 def main() -> None:
-    """Measures each dtype at each budget and prints a table."""
+    """Measures each dtype at each budget; prints a table for each dtype, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(_MOVED), default=list(_MOVED))

@@ -165,7 +165,7 @@ def _before(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     found = json.loads(path.read_text())
     if found.get("settings") != settings:
         raise SystemExit(
-            f"{path} was measured with {found.get('settings')}, this run uses {settings}: use the same options"
+            f"{path} was measured with {found.get('settings')}, but this run uses {settings}: use the same options"
         )
     cases: dict[str, Any] = found["cases"]
     return cases
@@ -426,7 +426,7 @@ class _Worker:
     def turn(self, steps: int, uncounted: int = 1) -> dict[str, Any]:
         """Makes `uncounted` unmeasured steps, then `steps` measured steps.
 
-        Returns the seconds, bytes and memory peaks of the measured steps.
+        Returns the seconds, bytes and memory peaks of the measured steps, and figures of `report()`.
         """
         from benchmarks import counters
         from memascend.cli import process
@@ -467,9 +467,9 @@ class _Worker:
         self.done += 1
 
     def _update(self) -> float | None:
-        """Clips the gradients, updates the parameters and drops the gradients.
+        """Clips the gradients if the case clips, updates the parameters and drops the gradients.
 
-        Returns the norm, or None if nothing clips.
+        Returns the norm of the gradients; None if the case does not clip.
         """
         import torch
 

@@ -1,5 +1,7 @@
 """Reads the kernel's counters for this process: bytes read from and written to devices, and processor seconds.
 
+It also reads the busy seconds of a disk, and samples the machine's available memory.
+
 This file imports only the standard library, because processes in DeepSpeed's environment also import it.
 """
 
@@ -53,7 +55,7 @@ def counts(disk: Path | None = None) -> Counts:
 def _disk_busy(path: Path) -> float:
     """Returns the busy seconds of the disk that has `path`; 0 if the kernel does not count them.
 
-    The kernel does not count them for network file systems.
+    The kernel does not count them, for example, for network file systems.
     """
     device = path.stat().st_dev
     try:
@@ -64,7 +66,7 @@ def _disk_busy(path: Path) -> float:
 
 
 class MemoryTaken(threading.Thread):
-    """Samples the machine's available memory.
+    """Samples the machine's available memory in a thread, until the process ends.
 
     A driver may pin memory that the kernel counts for no process. Pinned memory still lowers the available memory.
     """

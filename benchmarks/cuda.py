@@ -5,7 +5,8 @@
 
 The model has Qwen2's shape. Its store has 24 bytes for each parameter. The model is made on "meta", initialized at
 random and trained in bfloat16, and the backward recomputes its blocks. Training in memory would hold 14 bytes for each
-parameter. The host budget and the device budget are each a tenth of these bytes.
+parameter. The host budget and the device budget are each a tenth of these bytes, or the smallest budget that works if a
+tenth is too small.
 
 The benchmark compares the time of a step with a bound. The bound is the time of a step whose computation, disk
 transfers and PCIe transfers in both directions overlap without loss. All speeds that the bound uses are measured in the
@@ -51,7 +52,7 @@ STORE_BYTES = 24
 STATE_BYTES = 14
 # Each budget is the bytes of the training state divided by `SHARE`.
 SHARE = 10
-# The fraction of the disk's free space that a run leaves free.
+# The fraction of the disk's free space that a run without --store leaves free.
 _SPARED = 0.1
 # The bytes of each copy that measures the speed of PCIe. The copies of a training step are many times smaller.
 _COPY_BYTES = 256 << 20
@@ -90,7 +91,8 @@ def shape(parameters: int, vocabulary: int = 32_768) -> Qwen2Config:
             found = total, made
     if found is None:
         raise SystemExit(
-            f"all models of this shape have more than {parameters} parameters: give more storage (--store)"
+            f"all models of this shape have more than {parameters} parameters: pass a larger --store, or a --storage "
+            "folder with more free space"
         )
     return found[1]
 
@@ -180,7 +182,7 @@ class Run:
         return {**parts, "loss": value}
 
     def longest(self, batch: int, limit: int) -> int:
-        """Returns the longest sequence up to `limit` whose forward and backward fit into the device's memory."""
+        """Returns the longest sequence, of those that `longest` tries, whose step fits into the device's memory."""
         return longest(self._fits(batch), limit)
 
     def _fits(self, batch: int) -> Callable[[int], bool]:
@@ -202,10 +204,10 @@ class Run:
 
 
 def longest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the longest length up to `limit` that fits.
+    """Returns the longest length up to `limit`, of those that the search tries, that fits.
 
-    Returns 0 if the first length does not fit. The search doubles the length from 512 until a length does not fit. Then
-    it adds one to seven eighths to the last length that fitted.
+    Returns 0 if the first length does not fit. The search doubles the length from 512 (or `limit`, if it is smaller)
+    until a length does not fit. Then it adds one to seven eighths to the last length that fitted.
     """
     best = 0
     length = min(512, limit)
@@ -410,7 +412,10 @@ def shown(values: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures a run and prints the results. Also writes the results to the folder of --write."""
+    """Measures a run and prints the results. Also writes the results to the folder of --write.
+
+    With `--headline`, runs `benchmarks.headline` instead. Returns 1 if `--device` is a CUDA device and torch finds none.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")
     parser.add_argument("--store", metavar="B", help="size of the store; default: nine tenths of free space")
@@ -434,7 +439,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.length = options.length or (1024 if options.headline else 2048)
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        print("there is no CUDA device to measure. Pass --device cpu to try this program on the CPU", file=sys.stderr)
+        print(
+            "torch finds no CUDA device to measure: pass --device cpu to try this program on the CPU", file=sys.stderr
+        )
         return 1
     if options.headline:
         return headline.run(options)

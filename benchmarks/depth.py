@@ -3,8 +3,8 @@
 Each model trains in a separate process. All models have Qwen2's shape, the same width and dtype, and activation
 checkpointing. They are made in RAM, or on the device "meta". The process first trains a small model, which warms up
 torch and transformers. The memory of the process after this warm-up is the baseline. The warm-up also changes malloc's
-mmap threshold. The process sets the threshold back, so that the large model is allocated in malloc's heap, as in a
-process without a warm-up.
+mmap threshold. The process then sets the threshold to 32 MiB, so that malloc allocates most of the large model in its
+heap, as in a process without a warm-up.
 
 The table has the peak of training, and the memory after the last step ("rest"), both without the baseline. Each block
 keeps some bytes from the forward until the backward: the input of its checkpoint, and autograd's graph. A block keeps
@@ -38,7 +38,7 @@ _COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat
 
 
 def main() -> None:
-    """Measures every depth, prints a table, and writes a CSV file and a picture."""
+    """Measures every depth and prints a table. With `--write`, also writes a CSV file and a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
     parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])

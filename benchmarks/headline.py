@@ -1,7 +1,7 @@
 """Measures on a CUDA machine the case that README's table predicts: large batches, and too much state for card and RAM.
 
-The model is Qwen2.5 1.5B in bf16. It gets 24 GiB of the card. It gets as much host memory for each parameter as a model
-of 8 B parameters gets from 48 GiB.
+By default, the model is Qwen2.5 1.5B in bf16, and it gets 24 GiB of the card. It gets as much host memory for each
+parameter as a model of 8 B parameters gets from 48 GiB.
 
 `questions` chooses the number of tokens in a step. The ratio of the step's planned computation time to its planned
 drive time is near the ratio of an 8 B model on an RTX 4090. `questions` prefers the largest micro-batches that fit, and
@@ -63,8 +63,8 @@ _PART = 0.85
 # step from `_MICRO_BATCHES`.
 _SEQUENCES = (1, 2, 4, *range(8, 257, 8))
 _MICRO_BATCHES = range(2, 33)
-# The system that trains the cells of memascend: TRL's Trainer, or a plain loop if TRL is not installed. Neither of the
-# two computes the logits of all tokens at once for its loss.
+# The system that trains the cells of memascend: TRL's Trainer, or a plain loop if TRL, datasets or accelerate is not
+# installed. Neither of the two computes the logits of all tokens at once for its loss.
 TRAINER = "memascend-trainer" if all(map(importlib.util.find_spec, ("trl", "datasets", "accelerate"))) else "memascend"
 # The number of warm-up steps, and the number of measured steps, in the cells of memascend. In the warm-up steps,
 # memascend fills the RAM tier and detects whether the loop clips.
@@ -100,8 +100,8 @@ def questions(
 
     Both questions are about a step with the same number of sequences, and the step clips gradients. In the question
     `TURNS`, the step computes its micro-batches one after the other. In the question `LAYERS`, the step computes its
-    micro-batches by layer. If the folder `storage` is given, the gradient log is as long as the free space of the
-    folder's disk allows.
+    micro-batches by layer. If the folder `storage` is given, the free space of its disk limits the planned gradient
+    log.
     """
     row = _asked(f"{_ROW} {_CLIPPED}")
     wanted = _balance(row, answer(row))
@@ -123,12 +123,14 @@ def questions(
         in_turn, layered = (answer(way).seconds or math.inf for way in (step, layers))
         if short is None or max(in_turn, layered) < short[0]:
             short = max(in_turn, layered), {TURNS: step, LAYERS: layers}
-        # Users train by layer because it is faster. So the chosen step must not be slower by layer than one after the
-        # other.
+        # Users train by layer because it is faster. So this return takes only a step that is not slower by layer than
+        # one after the other.
         if layered <= in_turn <= _LONGEST:
             return wanted, {TURNS: step, LAYERS: layers}
     if short is None:
-        raise SystemExit(f"no step of {options.model} fits the card by layer: pass a larger --card")
+        raise SystemExit(
+            f"no planned step of {options.model} by layer fits: pass a larger --card or a smaller --length"
+        )
     return wanted, short[1]
 
 
@@ -264,7 +266,10 @@ def cells(work: Workload, asked: dict[str, Question], values: Path, card: int | 
 
 
 def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures all cells; returns the results. Calls `report` with the results so far after each cell."""
+    """Measures the cells that --cells chooses, by default all; returns the results.
+
+    Calls `report` with the results so far after each cell.
+    """
     until = time.monotonic() + options.seconds
     work = _workload(options)
     with tempfile.TemporaryDirectory(dir=options.storage, prefix=".memascend-headline-") as name:
@@ -307,9 +312,9 @@ def measured(options: argparse.Namespace, report: Callable[[dict[str, Any]], Non
 
 
 def _figures(cell: Cell, taken: dict[str, Any], torch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the measurements and the plan of a cell.
+    """Returns the measurements and the plan of a cell, or its error.
 
-    Also returns how far the cell's losses differ from the losses of torch's cell.
+    Also returns how far the cell's losses differ from the losses of torch's cell, if that cell has losses.
     """
     question, work = cell.question, cell.work
     about = {"system": cell.system, "step": f"{work.micro_batches} x {work.batch} x {work.length}"}
@@ -461,7 +466,10 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures all cells and prints the results. Also writes the results to the folder of --write after each cell."""
+    """Measures the chosen cells and prints the results; returns 1 if every cell failed, otherwise 0.
+
+    After each cell, also writes the results so far to the folder of --write.
+    """
 
     def report(values: dict[str, Any]) -> None:
         if options.write:

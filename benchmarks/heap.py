@@ -4,7 +4,7 @@ malloc puts an allocation of at least this size into a separate memory mapping, 
 each threshold, the benchmark trains in separate processes. The processes take turns, so that a change of the machine's
 speed affects all thresholds.
 
-"ours" is the default of memascend (`rust/mem/src/heap.rs`). "none" does not change malloc's settings
+"ours" is the default threshold of memascend (`rust/mem/src/heap.rs`). "none" does not change malloc's settings
 (`MEMASCEND_MALLOC=system`). A size, such as "4M", is the threshold itself. The environment variables of glibc set this
 threshold, so it already applies while the model is made. The table has the median seconds of a step, and the added
 bytes: the memory peak of training, minus the memory of the process before the model was made.
@@ -89,9 +89,9 @@ def _summary(made: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _train(shape: str, folder: str, tokens: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model; returns the seconds of each step, and "added".
+    """Trains a model; returns the seconds of each measured step, and "added".
 
-    "added" is the largest number of bytes that training added to the memory of the process.
+    "added" is the largest number of bytes that the model and its training added to the memory of the process.
     """
     import torch
     import transformers

@@ -5,9 +5,9 @@ of a step, the table has the seconds of the part, the seconds in which no reques
 requests in flight, and the GB/s moved.
 
 A line below the table compares the step with fio. fio runs right before the steps and right after the steps. It uses
-huge pages, requests of 1 MiB, and depth 16. The proportion of reads to writes is the same as in the step. The line has
-fio's GB/s. It also has the ratio of the step's seconds to the seconds in which fio moves the same number of bytes. The
-picture shows the last two steps.
+requests of 1 MiB, depth 16, and huge pages if this process may reserve them. The proportion of reads to writes is the
+same as in the step. The line has fio's GB/s. It also has the ratio of the step's seconds to the seconds in which fio
+moves the same number of bytes. The picture shows the last two steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PARTS = ("forward", "backward", "step()")
 
 
 def main() -> None:
-    """Measures the steps and prints the table."""
+    """Measures the steps and prints the table. With `--write`, also writes the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, default="125M-1x128")
     parser.add_argument("--system", choices=[name for name, way in SYSTEMS.items() if way.module == "ours"],
@@ -152,8 +152,8 @@ def _counters(folder: Path) -> Path:
 def between(samples: list[list[float]]) -> list[dict[str, float]]:
     """Returns one dict for each pair of consecutive samples.
 
-    Each dict has the GB/s read and written, the mean number of requests in flight, and the idle seconds between the
-    samples.
+    Each dict has the times of the two samples, the GB/s read and written, the mean number of requests in flight, and
+    the idle seconds between the samples.
     """
     found = []
     for (at, read, written, out, queued), (until, *later) in itertools.pairwise(samples):

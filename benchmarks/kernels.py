@@ -1,6 +1,6 @@
 """Compares memascend's CPU kernels with the kernels of torch, DeepSpeed (cpu_adam), bitsandbytes and torchao.
 
-memascend's kernels and the kernels of the other libraries ("peers") get the same tensors and the same number of
+memascend's kernels and the kernels of the other libraries ("peers") get the same values and the same number of
 threads. The buffers into which the peers cast are allocated before the measurement.
 """
 
@@ -115,11 +115,14 @@ def _rows(name: str, ours: Call, peers: dict[str, Call], rounds: int) -> list[Ro
 
 
 def _peak_bytes(call: Call) -> int:
-    """Returns the largest number of bytes by which the process's resident memory grows while `call` runs."""
+    """Returns the largest number of bytes by which the process's resident memory grows while `call` runs.
+
+    Returns 0 if it grows by at most 1 MiB.
+    """
     process.restart_peak()
     before = process.resident()
     call()
-    # A rise of up to 1 MiB may come from Python and from the stacks of threads, so it counts as 0.
+    # A rise of up to 1 MiB may come from Python and from the stacks of threads.
     rise = process.resident_peak() - before
     return rise if rise > 1 << 20 else 0
 

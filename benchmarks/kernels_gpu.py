@@ -108,13 +108,16 @@ def adam_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
 
 
 def main() -> int:
-    """Measures the kernels; prints a table or JSON."""
+    """Measures the kernels; prints a table or JSON. Returns 1 if torch finds no CUDA device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=256, help="size of each tensor (default 256)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("there is no CUDA device to measure: run this on a machine with a GPU", file=sys.stderr)
+        print(
+            "torch finds no CUDA device to measure: run this on a machine with a GPU that torch can use",
+            file=sys.stderr,
+        )
         return 1
     nbytes = options.mebibytes << 20
     rows = check_rows(nbytes) + adam_rows(nbytes)

@@ -3,12 +3,12 @@
     python -m benchmarks.killed --folder /mnt/nvme --layers 20 --width 2048 --minutes 60 --write benchmarks/results
 
 Both runs train the same model on the same text, with the command that a user types. `examples/small_model.py` makes the
-model and the text. The benchmark kills the first run with SIGKILL at random moments within --minutes. At such a moment,
-the run may be loading, opening its store, or making a step. After each kill, the same command starts the run again. The
-second run then makes the same number of steps undisturbed.
+model and the text. The benchmark kills the first run with SIGKILL at random moments within --minutes, and for the last
+time when --minutes are over. At such a moment, the run may be loading, opening its store, or making a step. After each
+kill, the same command starts the run again. The second run then makes the same number of steps undisturbed.
 
 The result has the number of bit-identical losses. For each kill, it has the number of steps before the kill, and the
-seconds from the next start until the next step was done. Without --layers, the model is the largest model whose run
+seconds from the next start until the next step was done, if the next kill came later. Without --layers, the model is the largest model whose run
 fits on the folder's disk. With 1.8 B parameters, two cores and --minutes 60, the benchmark takes two hours in all.
 """
 
@@ -43,7 +43,7 @@ _VOCABULARY = 4096
 # The number of steps for which the killed run is started. `Run.steps` finds the progress bar of the training by this
 # number. Other progress bars, such as the bar of tokenizing, have other totals.
 _STEPS_MAX = 1_000_000
-# The largest number of seconds that a run may take.
+# The largest number of seconds that `Run.run` may take.
 _ENDS_SECONDS = 4 * 3600
 
 
@@ -132,7 +132,8 @@ class Run:
         """Starts the run again and again, and kills it at random moments.
 
         Returns for each kill the seconds since the first start, the number of steps done, and the seconds from the next
-        start until the next step was done.
+        start until the next step was done. These last seconds are missing if the next kill came first, and for the last
+        kill.
         """
         rng = random.Random(self.options.seed)  # noqa: S311 - no secret
         until = 60 * self.options.minutes
@@ -146,7 +147,8 @@ class Run:
                 while time.monotonic() < began + moment:
                     if process.poll() is not None:
                         sys.exit(
-                            f"{self._said()}\nthe run ended before it was killed, with status {process.returncode}"
+                            f"{self._said()}\nthe run ended before it was killed, with status {process.returncode}; its "
+                            "output is above"
                         )
                     if last and "seconds_to_the_next_step" not in last and self.steps() > last["steps"]:
                         last["seconds_to_the_next_step"] = time.monotonic() - started
@@ -156,7 +158,7 @@ class Run:
         return kills
 
     def run(self, steps: int) -> float:
-        """Runs up to step `steps` undisturbed; returns the seconds."""
+        """Runs up to step `steps` without a kill; returns the seconds."""
         began = time.monotonic()
         with self._begun(steps) as process:
             if process.wait(_ENDS_SECONDS):

@@ -1,12 +1,12 @@
-"""Trains, saves and resumes a language model that is three times as large as memory.
+"""Trains, saves and resumes a language model whose weights are three times as large as the memory it may use.
 
     python -m benchmarks.larger_than_memory --limit 96MiB --folder /mnt/nvme
 
 The benchmark also kills the training process and resumes the training from its store. Each part of the benchmark runs
 in a separate process, in a memory cgroup with the limit `--limit`. The limit does not include the memory of imported
 modules (torch, transformers, memascend). For this, the parent process imports these modules, and each forked process
-copies the parent's pages before it enters its cgroup. The weights are three times as large as the limit, and the
-training state is 21 times as large as the limit. The benchmark needs root, because it makes cgroups.
+copies the parent's pages before it enters its cgroup. By default, the weights are three times as large as the limit,
+and the training state is 21 times as large as the limit. The benchmark needs root, because it makes cgroups.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Part:
 
 
 def own_what_is_there() -> None:
-    """Copies the pages that this forked process shares with its parent.
+    """Copies the writable pages that this forked process shares with its parent.
 
     The process calls this function before it enters its cgroup. The kernel then does not count these pages in the
     cgroup.
@@ -253,9 +253,10 @@ class Group:
 
 
 def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *, kill: bool) -> dict[str, Any]:
-    """Runs a part in its own process and cgroup.
+    """Runs a part in its own process and cgroup. If `kill` is True, kills the process once it reports "goes on".
 
-    Returns the values that the part reported, the peak memory of its cgroup, and its seconds.
+    Returns the values that the part reported, the peak memory of its cgroup, and its seconds. Raises SystemExit if the
+    part failed, or if the kernel killed it for memory.
     """
     group = Group(parent, part, limit)
     hears, told = os.pipe()
@@ -287,7 +288,7 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
             time.sleep(0.002)
         if kill and not killed and b"goes on" in text:
             killed = True
-            # After this sleep, the process is in the middle of a step.
+            # After this sleep, the process is most likely in the middle of a step.
             time.sleep(0.05)
             os.kill(pid, signal.SIGKILL)
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -312,7 +313,8 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
 def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
     """Raises SystemExit if two parts have different losses or logits.
 
-    Also raises SystemExit if plain transformers computes other logits from the saved weights.
+    Also raises SystemExit if a part resumed at a wrong step, or if plain transformers computes other logits from the
+    saved weights.
     """
     losses: dict[int, str] = {}
     for part in found.values():

@@ -1,11 +1,11 @@
 """Counts memascend's messages between ranks: `python -m benchmarks.messages [--ranks 8] [--storage D]`.
 
 The ranks are processes with the gloo backend on the CPU. They train a small model, without and with clipping. The table
-has three kinds of figures:
+has these figures:
 
-- the messages of a step and their bytes, summed over all ranks;
-- the seconds that a rank spends in exchanges of messages, which include its waits for other ranks;
-- the sockets that a rank opens.
+- the exchanges of a step, and the messages of a step and their bytes, summed over all ranks;
+- the seconds that a rank spends in the exchanges of a step, which include its waits for other ranks;
+- the sockets that a rank opens, and the seconds of `offload()`.
 
 The messages in which FSDP2 moves shards and gradients are not counted. gloo also sends two short notices with each
 message, which are not counted either.
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def be_rank(folder: Path, steps: int) -> None:
-    """Trains as one rank, first without clipping and then with clipping; writes the counts to `folder`."""
+    """Trains as one rank, first without clipping and then with clipping; writes the measurements to `folder`."""
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -84,9 +84,9 @@ def be_rank(folder: Path, steps: int) -> None:
 
 
 def watch() -> dict[str, float]:
-    """Patches `isend` and `Exchange` so that they count messages, bytes and seconds of this process.
+    """Patches `isend` and `Exchange` so that they count this process's messages, bytes, exchanges and seconds.
 
-    Returns the counts. Each later message changes the returned dict.
+    Returns the counts. Each later message or exchange changes the returned dict.
     """
     from torch import distributed
 

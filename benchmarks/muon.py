@@ -157,7 +157,7 @@ class _Worker:
             self._step()
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Measures `steps` steps.
+        """Measures `steps` steps; returns their seconds, bytes, memory peak and waits for I/O.
 
         One unmeasured step comes first, because the disk may still write for another case.
         """
@@ -181,7 +181,10 @@ class _Worker:
         }
 
     def _waited(self) -> float:
-        """Returns the seconds that the engine's thread has waited for reads and writes; 0 for a case in memory."""
+        """Returns the seconds that the engine's thread has spent on reads and on waits for writes; 0 in memory.
+
+        The seconds of reads include the verification of checksums.
+        """
         seconds = {} if self.engine is None else self.engine.counters()["seconds"]
         return float(seconds.get("reading", 0) + seconds.get("writing", 0))
 

@@ -1,7 +1,8 @@
 """Compares the predictions of `memascend plan` with real runs on this machine: `python -m benchmarks.plan_accuracy`.
 
 A cell is a model and a budget. In each round, a first process measures the processor and the disk, and plans the cell.
-Then a second process runs the cell. The seconds in the table are medians of all rounds.
+With `--memory`, it only plans. Then a second process runs the cell. The seconds in the table are medians of all rounds;
+the memory is that of the last round.
 
 The table has predicted and real figures: the memory of the process, the memory that training adds to the memory of
 imported modules, and the seconds of a step. A round takes a quarter of an hour.
@@ -39,7 +40,7 @@ class Case:
 
 
 def _as_trained(name: str, budgets: tuple[float, ...] = BUDGETS) -> Case:
-    """Returns the case for a workload of `benchmarks.train`. README shows the measurements of these workloads."""
+    """Returns the case for a workload of `benchmarks.train`. docs/measurements.md has the workload's measurements."""
     work = WORKLOADS[name]
     shape = {**configuration(work).to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]}
     return Case(shape, work.length, budgets)
@@ -117,8 +118,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
-                # "said": the plan assumes a fixed number of bytes for imported modules. "was": the run measures these
-                # bytes.
+                # For the bytes of imported modules, "said_added_bytes" subtracts the fixed number that the plan assumes,
+                # and "was_added_bytes" subtracts the number that the run measured.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
                 "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,
@@ -135,7 +136,10 @@ def planned(config: Path, tokens: int, more: list[str]) -> dict[str, Any]:
 
 
 def child(words: list[str]) -> dict[str, Any]:
-    """Runs Python with the arguments `words`; returns the JSON that it prints."""
+    """Runs Python with the arguments `words`; returns the JSON that it prints.
+
+    If Python fails, this process exits with Python's error output.
+    """
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)

@@ -1,4 +1,7 @@
-"""Compares the step time that the plan predicts with the measured step time, for each way in which updates may run.
+"""Compares the step time that the plan predicts with the measured step time, with and without clipping.
+
+A step has one micro-batch, or several that are computed by layer or one after the other. The plan predicts a time for
+each way in which the updates may run. The table compares the time of the way in which they ran.
 
 The model has as many blocks as Llama 3 8B, and an eightieth of its parameters. A sleep in the forward and in the
 backward of each block (--compute) simulates a GPU. The sleep leaves the processors free. A few tokens produce the
@@ -6,8 +9,9 @@ gradients.
 
 A cgroup throttles this machine's drive. The plan takes the limits of the cgroup as the speed of the drive. It does not
 measure the speed, because a throttle does not slow the first second of reads, so a short measurement would find too
-high a speed. The plan also needs the time of computation without memascend, and the time of the Python code that runs
-for each parameter. This benchmark measures both times in the same way as `benchmarks.processor`.
+high a speed. The plan also needs the time of computation without memascend, which `_Worker` measures. Functions of
+`benchmarks.processor` measure the other times: of the update, of checksums and copies, and of the Python code that runs
+for each parameter.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from benchmarks.turns import Process, serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# The shape of Llama 3 8B, with all widths and the vocabulary divided by the square root of 80. The drive is throttled,
-# so that a step takes long enough. With a real drive's speed, a step would be so short that the processors would have
+# The shape of Llama 3 8B, with all widths and the vocabulary divided by about the square root of 80. The drive is
+# throttled, so that a step takes long enough. With a real drive's speed, a step would be so short that the processors would have
 # less time for each parameter than in a step on a GPU.
 _SHAPE = {
     "hidden_size": 448,
@@ -213,7 +217,7 @@ class _Worker:
         }
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Makes `steps` steps. Returns their seconds, the predicted seconds, and the way in which the updates ran."""
+        """Makes `steps` steps. Returns their seconds, the way in which the updates ran, and the plan's predictions."""
         taken = []
         for _ in range(steps):
             began = time.perf_counter()

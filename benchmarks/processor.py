@@ -1,11 +1,12 @@
 """Prints a plan like `memascend plan`, for training on this processor, from measured times of this processor.
 
-The benchmark runs forward and backward of the model itself, on random values. If this would take too long, it runs two
-models with fewer blocks, and computes the time of all blocks from these two measurements.
+The benchmark runs forward and backward of the model itself, on random values. If this would take too long or too much
+memory, it runs two models with fewer blocks, and computes the time of all blocks from these two measurements.
 
-The benchmark also measures the update in the format of `--state`, a checksum, a copy of a gradient, and the time that
-Python code takes for each parameter. If torch computes on all cores, the plan adds these times to the computation: the
-measured work delays one of torch's threads, and the other threads wait for this thread.
+The benchmark also measures the update in each format of `--state`, a checksum, a copy of a gradient, and the time that
+Python code takes for each parameter. The plan adds the times of copies and of Python code to the computation. If torch
+computes on all cores, it also adds the times of updates and checksums: this work delays one of torch's threads, and the
+other threads wait for this thread.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
     from memascend.plan.table import Plan
 
 # The largest number of counted passes for each depth of the model, and the seconds after which no further pass begins.
-# The first pass is not counted, because it maps memory and loads code.
+# The first pass is not counted, because it maps memory and loads code. At least one pass is counted.
 _PASSES, _SECONDS = 5, 10.0
-# The largest number of bytes that the random values may take. For a larger model, fewer blocks are computed, and the
-# time of all blocks is extrapolated.
+# The largest number of bytes that the random values may take, if this allows two blocks. For a larger model,
+# `_model_seconds` runs fewer blocks, and extrapolates the time of all blocks.
 _VALUES_BYTES = 1 << 30
 _ELEMENTS = 4 << 20
 _TRIES = 3
@@ -82,7 +83,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _with_processor(question: Question) -> Question:
     if question.gpu is not None:
-        raise ConfigError("this program plans training on the processor: leave --gpu out")
+        raise ConfigError(
+            "this program plans training on the processor: leave --gpu out; on a machine with a GPU, add --device cpu"
+        )
     if isinstance(question.trace, str):
         return question
     folders = (path if path.is_dir() else path.parent for path in map(Path, question.options.paths or ()))
@@ -116,8 +119,7 @@ def measure(model: nn.Module, trace: Trace, shape: tuple[int, int], folder: Path
         model: the model, on "meta".
         trace: describes one forward and backward of the model. `trace.recomputes` is True if blocks are recomputed.
         shape: the number of sequences, and the number of tokens in a sequence.
-        folder: the folder for the store of a small model. If it is None, the store is in the first folder for temporary
-            files that is on a disk.
+        folder: the folder for the store of a small model. If it is None, `disk_folder` chooses the folder.
     """
     with Progress("measuring this processor", 4, unit="parts") as progress:
         forward, backward = _model_seconds(model, trace, shape)
@@ -168,9 +170,10 @@ def _lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """Returns the number of blocks; 1 if the blocks have different shapes.
+    """Returns the number of blocks in each list of blocks.
 
-    If the blocks have different shapes, only the whole model can be measured.
+    Returns 1 if there is no list, or if the lists have different lengths or unlike blocks: then only the whole model
+    can be measured.
     """
     lists = [blocks for _, _, blocks in _lists(model)]
     alike = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
@@ -182,7 +185,7 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def _shallow(model: nn.Module, depth: int) -> nn.Module:
-    """Returns a copy of the model with only its first `depth` blocks; with all blocks if they have different shapes."""
+    """Returns a copy of the model with only its first `depth` blocks; with all blocks if `_depth` is 1."""
     alike = _depth(model) > 1
     made = copy.deepcopy(model)
     for parent, name, blocks in _lists(made) if alike else ():
@@ -200,7 +203,8 @@ def _pass_seconds(model: nn.Module, depth: int, trace: Trace, shape: tuple[int, 
         for buffer in made.buffers():
             buffer.zero_()
     made.train()
-    # `describe` made the model. It makes only language models of transformers, which have a `config`.
+    # `describe` in `memascend.cli.plan.model` made the model. It makes only language models of transformers, which have
+    # a `config`.
     config = made.config
     config.use_cache = False  # type: ignore[union-attr]
     if trace.recomputes:

@@ -1,14 +1,15 @@
 """Measures several ranks on this machine: `python -m benchmarks.ranks [--ranks 1 2 4] [--storage D] [--picture F]`.
 
-The ranks are processes with the gloo backend on the CPU. For each number of ranks, they train the same model in four
+The ranks are processes with the gloo backend on the CPU. For each number of ranks, they train the same model in these
 ways, which take turns: FSDP2 in memory; FSDP2 with its CPU offload; memascend with `reduction="ordered"`, which adds
 gradients in the order of ranks; memascend with `reduction="native"`, which lets the backend add gradients.
 
-The tables have three figures:
+With one rank, they train in two ways (`OF_ONE`). The tables have three figures:
 
-- the bytes that a rank moves in a step, compared with 1/W of the bytes of one process, where W is the number of ranks;
-- the memory of a rank, compared with its plan and with the memory of one process;
-- the median seconds of a step.
+- the bytes that a rank moves in a step with "ordered", compared with 1/W of the bytes of one process, where W is the
+  number of ranks;
+- the memory that memascend holds in a rank with "ordered", compared with its plan and with the memory of one process;
+- the median seconds of a step, in each way.
 
 Compare only ratios of seconds, because all ranks share the processors and the disk of one machine.
 """
@@ -157,8 +158,8 @@ def shown(found: dict[int, list[dict[str, Any]]]) -> str:
 def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Draws two bar charts over the number of ranks. Each bar has the largest value of all ranks.
 
-    One chart has the bytes that a rank moves in a step. Its marks show the bytes if all ranks together moved the same
-    bytes for each number of ranks. The other chart has the memory of a rank. Its marks show the planned memory.
+    One chart has the bytes that a rank moves in a step. Its marks show the bytes if all ranks together moved as many
+    bytes as with the first number of ranks. The other chart has the memory of a rank. Its marks show the planned memory.
     """
     plt = open_pyplot()
     counts = list(found)

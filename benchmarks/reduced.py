@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[], object]
 
-# The Rust extension identifies a dtype by its index in this tuple.
+# The Rust extension identifies the dtype of a gradient by its index in this tuple.
 _FLOATS = ("float32", "bfloat16", "float16")
 FORMS = ("compact bf16", "compact 8bit")
 _STEP_NUMBER = 10
@@ -34,7 +34,7 @@ def adamw_reduced(
 
     Args:
         values: the values of the parameter, in its dtype.
-        state: the state tensors, as `encoded(values, {}, form)` returns them.
+        state: the state tensors, as `encoded` returns them.
         grad: the gradient.
         form: a format of the store, such as "compact 8bit".
         step: the number of this update, counted from 1.
@@ -57,10 +57,7 @@ def adamw_reduced(
 
 
 def encoded(values: torch.Tensor, given: Mapping[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
-    """Returns the state tensors that `Engine.fill` writes for a record.
-
-    The record has the format `form`. `Engine.fill` gets the tensors `values` and `given`.
-    """
+    """Returns the state tensors that `Engine.fill(..., values, given)` writes for a record of the format `form`."""
     from memascend import engine
 
     state = engine.state_tensors(values, form, "momentum" if "momentum_buffer" in given else "adam")
@@ -107,7 +104,7 @@ def reduced_calls(numel: int, numbers: dict[str, Any]) -> Iterator[tuple[str, Ca
 def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numbers: dict[str, Any]) -> Call:
     """Returns a call that runs torch's fused AdamW on a float32 master weight.
 
-    The call then rounds the master weight into `out`.
+    The call first casts `grad` to float32, and finally rounds the master weight into `out`.
     """
     import torch
 
@@ -127,9 +124,9 @@ def _fused(wide: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, numb
 
 
 def _eight_bits(master: torch.Tensor, grad: torch.Tensor, numbers: dict[str, Any]) -> dict[str, Call]:
-    """Returns calls that make a step on float32 parameters.
+    """Returns calls that make a step of AdamW with 8-bit moments on float32 parameters.
 
-    There is one call for each installed library that has an AdamW with 8-bit moments.
+    There is one call for bitsandbytes and one for torchao, if they are installed.
     """
     import torch
 

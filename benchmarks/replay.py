@@ -20,15 +20,15 @@ from typing import Any
 _WIDTH = 1024
 _CHUNKS = 12
 # `_STATE_BYTES` is the size of the state of a bf16 parameter, which the replay reads and writes. `_GRADIENT_BYTES` is
-# the size of the parameter's gradient, which the log has once for each step.
+# the size of the parameter's gradient. The log has one for each step since the record was last written whole.
 _STATE_BYTES, _GRADIENT_BYTES = 12, 2
 
 
 def main() -> None:
-    """Measures some rounds; prints a line for each round, and the median."""
+    """Measures some rounds; prints a line for each round and the median, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=25, metavar="MILLIONS")
-    parser.add_argument("--steps", type=int, default=16, help="steps of the killed run, all of which are in the log")
+    parser.add_argument("--steps", type=int, default=16, help="steps of the killed run, and of the gradient log")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that replay the log")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
@@ -69,7 +69,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
                 began, busy = time.perf_counter(), time.process_time()
                 if not engine.replay(lambda _done, everything: heard.append(everything)):
                     raise SystemExit(
-                        "the store of the killed training has no gradient log, so the replay cannot be measured"
+                        "the killed training left no gradient log, so the replay cannot be measured: pass --steps and "
+                        "--parameters of at least 1"
                     )
                 seconds, busy = time.perf_counter() - began, time.process_time() - busy
     updates = heard[-1] // _GRADIENT_BYTES
@@ -91,7 +92,10 @@ def _elements(shape: list[int]) -> int:
 
 
 def _train(path: str, millions: int, steps: int) -> None:
-    """Makes `steps` durable steps, and then kills this process. The steps write only gradients to storage."""
+    """Makes `steps` durable steps, and then kills this process.
+
+    Each step writes all gradients to the log. In the `steps` steps together, memascend writes each record whole once.
+    """
     import torch
 
     import memascend

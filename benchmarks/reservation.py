@@ -4,13 +4,14 @@ A training step uses the units of a model in order. At any time, a window of con
 four pools can hold every such window:
 
 - "one size": each slot is as large as the largest tensor. The number of slots is the largest number of tensors in any
-  window. ZeRO-Infinity uses such a pool. It never offloads tensors below a threshold, so for these small tensors only
-  their exact size is counted.
-- "one size, rounded": the same slots. The whole allocation is rounded up to a power of two, as torch's pinned allocator
-  does.
+  window. ZeRO-Infinity uses such a pool. It never offloads tensors below a threshold: these small tensors take no slot,
+  and those of the whole model add their exact size.
+- "one size, rounded": the same, but the size of all slots together is rounded up to a power of two, as torch's pinned
+  allocator does.
 - "per shape": slots for each shape of a tensor. For each shape, the number of slots is the largest number of tensors of
   this shape in any window. The MemAscend paper uses such a pool.
-- "arena": slots for whole units, of the sizes that `plan.arena_classes` chooses, in the layout of memascend's arena.
+- "arena": slots for whole units, of the sizes that `arena_classes` of `memascend.plan.memory_plan` chooses, in the layout
+  of memascend's arena.
 
 The bytes needed are the bytes of the largest window. The bytes that a pool reserves in addition are waste.
 """

@@ -19,8 +19,8 @@ _SETTLING_SECONDS = 0.02
 def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, float]:
     """Returns for each case the median seconds of one call. Each round measures every case once.
 
-    All cases are called before the first round, to warm up. Before each sample, the function sleeps until the threads
-    of the previous case have stopped.
+    All cases are called before the first round, to warm up. Before each sample, the function sleeps for
+    `_SETTLING_SECONDS`, in which the threads of the previous case stop.
     """
     calls = {name: _calls_in_a_sample(case) for name, case in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}

@@ -1,4 +1,4 @@
-"""Draws bars and curves as PNG files. A system has the same colour in every picture."""
+"""Draws bars and curves as PNG files. A system that `_SYSTEMS` names has the same colour in every picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-# The sizes of letters in most pictures. On a telephone, a picture is 400 pixels wide. With these sizes, its letters are
-# as large as the text of the page.
+# The sizes of letters in most pictures, in points. They can be read on a telephone, which shows a picture 400 pixels
+# wide.
 _FONT = {"font.size": 11, "axes.titlesize": 12}
 # The style of a page's main picture. Its lines and letters are larger, so that it is readable at a glance.
 _HEADLINE = {
@@ -24,7 +24,7 @@ _LEGEND_COLUMNS = 2
 _APART = 0.16
 # The largest number of letters in a line of a title.
 _TITLE = 52
-# The words and the colour for each system.
+# The words and the colour for each known system.
 _SYSTEMS = {
     "memascend": ("memascend", OURS),
     "memascend-smallest": ("memascend, smallest budget", "#7fb3e6"),
@@ -59,8 +59,8 @@ _OTHERS = ("#1a7f37", "#bf3989", "#9a6700", "#2da3b8", "#cf222e", "#6e7781")
 def bars(path: Path, title: str, unit: str, series: Mapping[str, Mapping[str, float | None]]) -> None:
     """Draws groups of bars as a PNG file. The axis begins at zero.
 
-    There is one group for each key of the inner mappings. Each series has one colour. Each bar has its value above it.
-    If a value is None, the text "not measured" is at the place of its bar.
+    There is one group for each key of the first series. Each series has one colour. Each bar has its value above it. If
+    a value is missing or None, the text "not measured" is at the place of its bar.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -139,8 +139,7 @@ def headline(
 ) -> None:
     """Draws a few curves as the main picture of a page, in a PNG file. Both axes begin at zero.
 
-    Each curve has its system's name and its last value at its end. On a telephone, the letters of the picture are as
-    large as the text of the page.
+    Each curve has its system's name and its last value at its end. The letters are larger than in other pictures.
 
     Raises:
         ConfigError: matplotlib is not installed.

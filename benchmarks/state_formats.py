@@ -78,7 +78,7 @@ def _start(options: argparse.Namespace, name: str, seed: int) -> None:
 
 
 def _run(name: str, seed: int) -> dict[str, Any]:
-    """Trains one model; returns its losses and a checksum of its final weights."""
+    """Trains one model; returns its losses, its final loss ("kept") on unseen text, and a checksum of its weights."""
     import torch
 
     from memascend.cli.demo.side import ByteModel, batch, read_text
@@ -134,8 +134,8 @@ def _loss(model: Any, tokens: Any) -> Any:
 def _optimizers(model: Any, name: str) -> list[Any]:
     """Returns the optimizers of a format.
 
-    Each of the two 8-bit formats needs two optimizers: one for the parameters whose moments bitsandbytes keeps in fp32,
-    and one for the other parameters.
+    Each of the two 8-bit formats needs two optimizers: one for embeddings and parameters of fewer than 4,096 elements,
+    whose moments stay in fp32, and one for the other parameters.
     """
     import torch
     from support.moments import MomentsInRam, exact_root
@@ -159,8 +159,8 @@ def _optimizers(model: Any, name: str) -> list[Any]:
         return [plain, _reduced({names[id(p)]: p for p in others}, name, numbers)]
     import bitsandbytes
 
-    # torch may compute square roots with a library, whose results may be wrong in the last bit. memascend's square
-    # roots are not wrong in the last bit, so `exact_root` replaces torch's function.
+    # bitsandbytes calls `torch.Tensor.sqrt`, which may use a library whose results are wrong in the last bit.
+    # memascend's square roots are correct in the last bit, so `exact_root` replaces torch's function.
     torch.Tensor.sqrt = exact_root  # type: ignore[method-assign, assignment]
     return [plain, bitsandbytes.optim.AdamW8bit(others, **numbers)]
 
@@ -255,7 +255,7 @@ def _draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def _apart(losses: list[float], wide: list[float]) -> list[float]:
-    """Returns the differences of `losses` from `wide`. Each difference is the mean over the last 100 steps."""
+    """Returns the differences of `losses` from `wide`, each averaged over the last 100 steps up to its place."""
     apart = [loss - other for loss, other in zip(losses, wide, strict=True)]
     return [statistics.mean(apart[max(0, at - 4) : at + 1]) for at in range(len(apart))]
 

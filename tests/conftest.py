@@ -30,8 +30,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Hides GPUs from all tests except the tests of `make test-gpu`, which sets MEMASCEND_GPU=1. If a GPU were visible, a
-# call of `offload()` without `device=` would compute on that GPU.
+# Hides GPUs from tests, unless MEMASCEND_GPU=1 is set, as `make test-gpu` does. If a GPU were visible, a call of
+# `offload()` without `device=` would compute on that GPU.
 if os.environ.get("MEMASCEND_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -64,7 +64,7 @@ def _skipped_for_root(reporter):
 def _skipped_on_simulated_cuda(reporter):
     """Returns the reports of skipped tests in device/simulated/.
 
-    These tests are skipped if g++, CUDA's headers or a package is missing.
+    These tests are skipped if the simulated CUDA cannot be built, or if a package is missing.
     """
     return [report for report in reporter.stats.get("skipped", []) if "device/simulated/" in report.nodeid]
 
@@ -87,7 +87,10 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def threads_of_torch():
-    """Fails a test that changes torch's number of threads, because later tests would then compute different bits."""
+    """Fails a test that changes torch's number of threads, and restores the number for the tests that follow.
+
+    Results may depend on the number of threads.
+    """
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     yield
@@ -112,7 +115,7 @@ def one_thread():
 def python():
     """Returns a function that runs a program in a new interpreter and returns the program's output.
 
-    If the program fails, the message of the AssertionError contains this output.
+    If the exit status is not `status`, the function raises an AssertionError with this output.
     """
 
     def run(program, *arguments, env=None, status=0, timeout=250):

@@ -1,8 +1,8 @@
 """Runs DeepSpeed's aio for `benchmarks.peers.bench_io`.
 
-Standard input has one order in each line, "read" or "write". For each order, this program moves the whole file, and
-prints the bytes, the seconds and the processor seconds. It runs in an environment that has DeepSpeed, so it imports no
-module of memascend.
+Standard input has one order in each line, "read" or "write". For each order, this program reads or writes the first
+bytes of the file, as many as its buffer has, and prints the bytes, the seconds and the processor seconds. It runs in
+DeepSpeed's environment.
 """
 
 import resource

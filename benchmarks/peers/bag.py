@@ -1,6 +1,6 @@
 """Generates the parameters and gradients of `bench_update`. They are equal in every process and torch version.
 
-Programs in DeepSpeed's environment also import this file, so it imports no module of memascend.
+Programs in DeepSpeed's environment also import this file, so it imports only torch.
 """
 
 from __future__ import annotations

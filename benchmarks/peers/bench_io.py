@@ -42,7 +42,7 @@ _GRID_BLOCKS = (128 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)
 _GRID_DEPTHS = (1, 4, 8, 16, 32)
 # The largest number of rounds for the grid. The grid has hundreds of measurements, so more rounds would take an hour.
 _GRID_ROUNDS_MAX = 3
-# The largest number of bytes in fio's buffers. The machine must have free huge pages for them.
+# The largest number of bytes that the grid has in flight. `huge_pages` reserves huge pages for as many bytes.
 _FLYING_BYTES_MAX = 256 * MIB
 
 
@@ -55,7 +55,7 @@ class Aio(Closing):
         self._peer = environment.Peer(python, "benchmarks.peers.aio", path, block, depth, nbytes)
 
     def run(self, pattern: str) -> Speed:
-        """Reads or writes the file once; returns the speed."""
+        """Reads or writes `nbytes` bytes of the file once; returns the speed."""
         nbytes, seconds, cpu_seconds = self._peer.ask(pattern).split()
         return Speed(nbytes=int(nbytes), seconds=float(seconds), cpu_seconds=float(cpu_seconds))
 
@@ -133,14 +133,16 @@ class Bench:
     ) -> None:
         """Makes the file to measure.
 
-        `flying` is the largest number of bytes that fio has in flight. The buffers of these bytes are in huge pages.
+        `flying` is the largest number of bytes that fio has in flight. `huge_pages` reserves pages for them if it may.
         """
         self.folder, self.rounds, self.nbytes = folder, options.rounds, options.size * MIB
         self.stack = stack
         self.left_out: list[str] = []
         self.huge = stack.enter_context(huge_pages(flying))
         if self.huge is None:
-            self.left_out.append("fio with huge pages: this process may not mount a hugetlbfs. Run it as root")
+            self.left_out.append(
+                "fio with huge pages: this process could not reserve huge pages or mount a hugetlbfs. Run it as root"
+            )
         self.file = self.made("one")
 
     def headline(self, others: dict[str, Case]) -> dict[str, Speed]:
@@ -211,9 +213,9 @@ class Bench:
         return path
 
     def grid(self) -> dict[str, dict[str, Speed]]:
-        """Measures each block size with each depth.
+        """Measures each block size with each depth, except pairs with more than `_FLYING_BYTES_MAX` in flight.
 
-        For each pair, the cases are: one file, two files, threads, a raw device, and fio.
+        For each pair, the cases are: one file, two files, threads, a raw device if one can be made, and fio.
         """
         results = {}
         halves = [self.made(f"grid-half{index}", self.nbytes // 2) for index in range(2)]
@@ -237,7 +239,10 @@ class Bench:
         return results
 
     def raw(self) -> dict[str, Speed]:
-        """Measures a loop device. memascend and fio both use it as a raw device."""
+        """Measures a loop device. memascend and fio both use it as a raw device.
+
+        Returns an empty dict if no loop device can be made.
+        """
         device = self._raw_device()
         if device is None:
             return {}

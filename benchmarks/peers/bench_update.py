@@ -211,8 +211,8 @@ def _fio_peers(
 ) -> dict[str, Callable[[], float]]:
     """Returns functions that run fio, without huge pages and (if the machine allows them) with huge pages.
 
-    Each function moves as many bytes as a step of memascend, and returns the seconds. If fio is not installed, there
-    are no functions.
+    Each function moves as many bytes as a step of memascend, and returns the seconds. If fio is not installed or
+    `--no-fio` is given, there are no functions.
     """
     if options.no_fio or shutil.which("fio") is None:
         return {}
@@ -235,8 +235,8 @@ def _result(
 ) -> dict[str, Any]:
     """Returns the median of each list in `seconds`, and the bytes of memory that memascend holds.
 
-    For each peer, the seconds of a round are also divided by the update's seconds in this round. The result has the
-    medians of these ratios.
+    The seconds of each peer, of the commit and of the pure I/O in a round are also divided by the update's seconds in
+    this round. The result has the medians of these ratios.
     """
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
     if "error" in told.get("other", ()):

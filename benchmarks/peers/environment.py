@@ -68,7 +68,7 @@ class Peer(Closing):
     "peer: ".
 
     Raises:
-        ConfigError: the module ended before it printed "peer: ready". The message has the last line of its output.
+        ConfigError: the first answer of the module was not "peer: ready". The message has `last_words()`.
     """
 
     def __init__(self, python: Path, module: str, *arguments: object) -> None:
@@ -106,7 +106,10 @@ class Peer(Closing):
         return answer
 
     def last_words(self) -> str:
-        """Returns the last error line of the output. If no line names an error, returns the last line."""
+        """Returns the last error line of the output; the last line if no line names an error.
+
+        If the output has no line, returns a text that says so.
+        """
         errors = [line for line in self._said if "Error" in line.partition(":")[0] and not line.startswith(" ")]
         return (errors or self._said or ["it printed nothing"])[-1]
 
@@ -121,6 +124,6 @@ class Peer(Closing):
         return ""
 
     def close(self) -> None:
-        """Ends the process and removes its folder."""
+        """Closes the standard input of the process, waits until the process ends, and removes its folder."""
         self._process.communicate()
         self._folder.cleanup()

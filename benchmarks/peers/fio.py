@@ -26,7 +26,10 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @contextmanager
 def huge_pages(nbytes: int) -> Iterator[Path | None]:
-    """Yields a file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`; None if this process may not mount a hugetlbfs."""
+    """Reserves huge pages for `nbytes` bytes; yields a file on a hugetlbfs for `fio --iomem=mmaphuge:FILE`.
+
+    Yields None if this process may not reserve huge pages, or if no hugetlbfs can be mounted.
+    """
     with tempfile.TemporaryDirectory(prefix="memascend-huge-") as folder:
         mounted = False
         try:

@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's NVMe optimizer swapper. Each order "step" updates the parameters once.
+"""Runs DeepSpeed's NVMe optimizer swapper. Each order, a line of standard input, updates the parameters once.
 
 Usage, in DeepSpeed's environment: `python -m benchmarks.peers.nvme_update FOLDER NUMEL BUFFERS`. The answer to an order
 is JSON. It has the seconds of the optimizer's step, the memory, and a sample of the parameters. The seconds do not

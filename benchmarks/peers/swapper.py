@@ -25,7 +25,7 @@ DIFFERENCE_MAX = 1e-4
 
 
 class Swapper(Closing):
-    """Runs DeepSpeed's swapper on the parameters of `bag`.
+    """Runs DeepSpeed's swapper on the parameters of `bag`, with the first number of `_BUFFERS` that works.
 
     Raises:
         ConfigError: DeepSpeed did not start, or the swapper failed with each number of buffers in `_BUFFERS`.
@@ -49,7 +49,7 @@ class Swapper(Closing):
                 continue
             self._peer, self.buffers = peer, buffers
             return
-        raise ConfigError(f"DeepSpeed's swapper failed with up to {buffers} swap buffers: {error}")
+        raise ConfigError(f"DeepSpeed's swapper could not be measured with up to {buffers} swap buffers: {error}")
 
     def step(self) -> float:
         """Makes a step and returns its seconds.
@@ -62,7 +62,7 @@ class Swapper(Closing):
         return float(self._last["seconds"])
 
     def compared(self, sample: torch.Tensor) -> dict[str, Any]:
-        """Returns the swapper's memory, or an error if its parameters differ from memascend's parameters.
+        """Returns the swapper's memory; {"error": ...} if its parameters differ by more than `DIFFERENCE_MAX`.
 
         `sample` has the first values of memascend's first parameter after the same number of steps.
         """

@@ -1,8 +1,8 @@
-//! Links the extension with the system's unwinder, which torch's libraries load anyway.
+//! Links the extension with the system's unwinder, which torch's libraries load anyway. Does nothing in a cross-build.
 //!
-//! If a thread returns from Rust to Python while the interpreter ends, Python ends the thread with `pthread_exit`,
-//! which unwinds the Rust frames with the system's unwinder. Zig links an unwinder of its own. The two are
-//! incompatible, and the process would crash with a segmentation fault.
+//! If a thread returns from Rust to Python while the interpreter ends, Python before 3.14 ends the thread with
+//! `pthread_exit`, which unwinds the Rust frames with the system's unwinder. Zig would link an unwinder of its own. The
+//! two unwinders are incompatible, and the process would crash with a segmentation fault.
 
 use std::{env, path::Path, process::Command};
 
@@ -21,7 +21,7 @@ fn main() {
         }
     }
     println!(
-        "cargo::warning=libgcc_s.so.1 was not found: built with zig, a thread that waits while Python ends will crash \
-         it"
+        "cargo::warning=libgcc_s.so.1 was not found: if zig links this extension, a thread that waits while Python \
+         ends can crash the process; install cc, gcc or clang and its runtime library, then build again"
     );
 }

@@ -91,7 +91,7 @@ def test_the_plan_has_what_the_budget_leaves(tmp_path):
         plan = optimizer.plan
         assert plan.activation_groups == GROUPS
         assert most == plan.budget == plan.comfortable == plan.host_peak
-        assert "pinned, taken as they are needed; activations beyond them go to storage" in str(plan)
+        assert "pinned chunks, allocated when needed; further activations go to storage" in str(plan)
     _, optimizer = offloaded(tmp_path, existing="replace", host_memory=plan.comfortable + 3 * group + 1)
     with optimizer:
         assert optimizer.plan.activation_groups == GROUPS + 3

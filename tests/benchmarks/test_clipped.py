@@ -1,4 +1,4 @@
-"""Tests the conclusions of the benchmark of clipped steps: intervals, verdicts, comparisons."""
+"""Tests the conclusions of the benchmarks `clipped` and `predicted`: intervals, verdicts, comparisons."""
 
 import json
 

@@ -78,7 +78,7 @@ def test_the_largest_that_fits(parameters):
     vocabulary = 64 if parameters < 10**7 else 32_768
     count = cuda.count_of(cuda.bodiless(cuda.shape(parameters, vocabulary)))
     assert 0.8 * parameters < count <= parameters
-    with pytest.raises(SystemExit, match="give more storage"):
+    with pytest.raises(SystemExit, match="pass a larger --store"):
         cuda.shape(1000)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of Trainers. They silence transformers, and prepare a training whose process ended."""
+"""Fixtures for tests of Trainers. They silence transformers, and prepare a training that stopped early."""
 
 import pytest
 from parity.reference import threads_of_torch

@@ -29,7 +29,7 @@ from memascend.text import Progress
 
 
 class Mixed(torch.nn.Module):
-    """A model with tied weights, running statistics, a frozen layer, and a convolution in channels-last format."""
+    """A model with tied weights, running statistics, a frozen layer, a convolution and an empty parameter."""
 
     def __init__(self):
         super().__init__()
@@ -357,7 +357,7 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
     for change, match in (
         ({"version": 3}, "version 3"),
         ({"format": "other"}, "'other'"),
-        ({"step": "3"}, r"malformed \(no step\)"),
+        ({"step": "3"}, r"malformed \(no valid step\)"),
         ({"files": {"../model.safetensors": manifest["files"]["model.safetensors"]}}, r"malformed \(the entry of"),
         ({"files": {"model.safetensors": {"bytes": 1}}}, r"malformed \(the entry of"),
     ):

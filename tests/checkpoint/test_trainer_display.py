@@ -1,7 +1,8 @@
-"""Tests that a Trainer prints a header, figures of each step and totals. Also tests the forecast of a step."""
+"""Tests that a Trainer prints a header, figures of its steps, and totals. Also tests the forecast of a step."""
 
 import random
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import transformers
 from support.trained_program import Drawn, made, rows, started
 
 from memascend.plan import hardware
+from memascend.plan.cost import assumed_host
 from memascend.trainer import display
 from memascend.trainer.callback import FIGURES
 from memascend.trainer.forecast import _parameters_of_token, forecast
-from memascend.trainer.position import RandomNumbers
+from memascend.trainer.position import RandomNumbers, numbers
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
 # Two epochs of 7 steps: 50 examples, 2 in a batch, 4 batches a step.
@@ -114,6 +116,23 @@ def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
     trainer.train_dataset = [{"input_ids": [1, 2], "token_type_ids": [0, 0]}]
     assert forecast(trainer, own).seconds > 0
     assert forecast(trainer, {**own, "device": "nowhere"}) is None
+
+
+def test_a_commit_leaves_out_figures_of_several_elements():
+    given = {"loss": torch.tensor(2.0), "each": torch.ones(3), "array": torch.ones(3).numpy(), "words": "two"}
+    assert numbers(given) == {"loss": 2.0, "words": "two"}
+
+
+def test_a_forecast_has_the_seconds_of_the_updates(tmp_path, monkeypatch):
+    trainer = made(tmp_path, data=rows())
+    trainer.create_optimizer()
+    own = {"storage": str(tmp_path / "store")}
+    quick = forecast(trainer, own).seconds
+    found = assumed_host(None, shared=True)
+    slow = replace(found, update=found.update + 1e-3)
+    monkeypatch.setattr("memascend.trainer.forecast.assumed_host", lambda *_, **__: slow)
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert forecast(trainer, own).seconds - quick >= 0.9e-3 * count
 
 
 @pytest.mark.parametrize("kind", ["drawn", "list"])

@@ -44,7 +44,8 @@ def has_transformers():
 def start(has_transformers):
     """Returns `run`, which runs the program with options of the Trainer.
 
-    `run` returns the last line of the output. If the program ends by itself, this line is the digest of the weights.
+    `run` returns a list with the last line of the output, which is the digest of the weights. If a signal ends the
+    program, the list has the last line of the error output, or is empty.
     """
 
     def run(*words, ends=0, **options):
@@ -56,7 +57,9 @@ def start(has_transformers):
         last = (done.err if ends else done.out).splitlines()[-1:]
         if ends == -signal.SIGINT:
             assert re.fullmatch(
-                r"stopped after step \d+, which is committed: start the same script again to continue", *last
+                r"stopped after step \d+, which is committed: start the same script again to continue, with "
+                r'existing="resume" \(the default\)',
+                *last,
             ), last
         return last
 
@@ -160,7 +163,7 @@ def stopping(output, *callbacks, **options):
 def scaled(output, *callbacks, **options):
     """Makes a Trainer that scales losses as for fp16 on a GPU.
 
-    The scale is not a power of two, so scaling rounds.
+    The scale grows by a factor of 1.1. It is then no power of two, so scaling rounds.
     """
     trainer = made(output, *callbacks, **options)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", growth_factor=1.1, growth_interval=2)
@@ -282,7 +285,8 @@ def test_a_stream_that_became_shorter_says_so(tmp_path):
 
     started(tmp_path, end=3, data=Stream(), max_steps=10)
     with pytest.raises(
-        ConfigError, match=r"data ends after 6 batches of this epoch, but the run had already fetched 13"
+        ConfigError,
+        match=r"data ends after at most 6 batches of this epoch, but the stored training had already fetched 13",
     ):
         trained(tmp_path, data=Short(), max_steps=10)
 
@@ -315,7 +319,9 @@ def test_a_training_is_one(tmp_path):
             trainer.hyperparameter_search()
     again = made(tmp_path / "out", **options)
     with memascend.trainer.offload(again, storage=tmp_path / "store"):
-        with pytest.raises(UsageError, match=r"after step 2.*checkpoint-1.*another position"):
+        with pytest.raises(
+            UsageError, match=r"after step 2.*checkpoint-1.*no checkpoint of this training at this step"
+        ):
             again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-1"))
         # Without checkpoint-2, the store is one step ahead of the newest checkpoint.
         shutil.rmtree(tmp_path / "out/checkpoint-2")
@@ -341,6 +347,22 @@ def test_it_goes_back_to_a_checkpoint(tmp_path):
         back.train(resume_from_checkpoint=True)
         assert digest_of(back.model) == want
     assert logged(tmp_path / "back").items() <= log.items()
+
+
+def test_a_checkpoint_of_another_training_is_refused_before_a_store_is_made(tmp_path):
+    trained(tmp_path, max_steps=2)
+    other = made(tmp_path / "other", max_steps=3)
+    with pytest.raises(ConfigError, match="max_steps 2 -> 3"):
+        memascend.trainer.offload(other, storage=tmp_path / "new", checkpoint=tmp_path / "out/checkpoint-2")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_optimizer_that_was_replaced_is_named(tmp_path):
+    trainer = made(tmp_path / "out")
+    with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
+        trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+        with pytest.raises(UsageError, match="right before train"):
+            trainer.train()
 
 
 def test_a_store_of_a_loop_has_no_position(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests models that are made on meta: weights from files, initialisation, rebuilt buffers, and errors."""
+"""Tests offload() of models on the meta device: weights from files or a function, initialisation, and errors."""
 
 import errno
 import json
@@ -15,6 +15,7 @@ from support.chains import values as state
 from support.checkpointed import Block
 
 import memascend
+from memascend.checkpoint.weights import WeightFiles
 from memascend.errors import ConfigError, CorruptionError
 from memascend.storage import Engine
 
@@ -119,8 +120,8 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
     model = bodiless()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     held = list(model.parameters())
-    # The case "function" keeps records in RAM. Placeholders share a tensor, so a write to one placeholder during a step
-    # must not be detected as a write to the other placeholders.
+    # The case "function" keeps records in RAM. Placeholders of equal shape, strides and dtype share a tensor, so a
+    # write to one placeholder during a step must not be detected as a write to the other placeholders.
     budget = "64MiB" if how == "function" else None
     model, offloaded = memascend.offload(
         model, optimizer, storage=tmp_path / "run", weights=weights, host_memory=budget
@@ -332,6 +333,38 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
         with offloaded:
             assert bool((dict(model.named_buffers()).get(name, model.linear.weight) == 3).all())
         (tmp_path / "run").unlink()
+
+
+def test_a_resume_takes_a_buffer_that_is_not_persistent_from_the_files(tmp_path):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4), persistent=False)
+
+        def forward(self, x):
+            return self.linear(x) * self.mask
+
+    files = {"weights": saved(Masked(), tmp_path / "weights.safetensors", mask=torch.full((4,), 3.0))}
+    for options in (files, {"existing": "resume", **files}):
+        with torch.device("meta"):
+            model = Masked()
+        model, optimizer = begun(tmp_path / "run", model, **options)
+        with optimizer:
+            assert model.mask.tolist() == [3.0] * 4
+
+
+def test_one_scale_is_for_all_matrices_of_a_stack_of_8_bit_floats(tmp_path):
+    codes = torch.arange(32).view(2, 4, 4).to(torch.float8_e4m3fn)
+
+    def files(scales):
+        save_file({"stack": codes, "stack_scale_inv": scales}, tmp_path / "fp8.safetensors")
+        return WeightFiles(tmp_path / "fp8.safetensors", method={"quant_method": "fp8"})
+
+    for scale in (torch.tensor(0.5), torch.full((1, 1, 1), 0.5)):
+        assert torch.equal(files(scale).at("stack", torch.float32), codes.float() * 0.5)
+    with pytest.raises(CorruptionError, match="has 2 matrices, but scales for 3"):
+        files(torch.ones(3, 1, 1)).at("stack", torch.float32)
 
 
 def test_what_is_real_keeps_its_values_and_hooks_and_attributes_stay(tmp_path):

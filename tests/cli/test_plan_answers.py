@@ -26,7 +26,7 @@ def traced(config, sequences=1, length=128, loss="full", **options):
 
 
 def products(tokens, length):
-    """Returns the operations of a forward: first those of products with weights, then those of causal attention."""
+    """Returns two numbers of operations of a forward: in products with weights, and in causal attention."""
     kv = HIDDEN // 2
     block = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * WIDE
     weights = 2 * tokens * (LAYERS * block + VOCABULARY * HIDDEN)
@@ -445,7 +445,7 @@ def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
     assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
     lines = five(capsys, "qwen-1.5b", "--device", "cuda")
     title = "qwen-1.5b, 1.54 B parameters, on a GPU that is not named"
-    assert lines[title] == "fits the drive; whether it fits the GPU is known with --gpu"
+    assert lines[title] == "fits the drive; pass --gpu to check whether it fits the GPU"
 
 
 def test_a_drive_that_nobody_names_is_assumed_and_said(capsys):

@@ -209,7 +209,7 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
     assert "no model_type" in refused(config)
     for depth in ("num_hidden_layers", "n_layer", "encoder_layers"):
         config.write_text(json.dumps({"model_type": "llama", "text_config": {depth: 10**9}}))
-        assert f"says {depth} = 1000000000, but memascend plans models of at most 10000 layers" in refused(config)
+        assert f"has {depth} = 1000000000, but memascend plans models of at most 10000 layers" in refused(config)
     config.write_text('{"model_type": "no such"}')
     assert "no such" in refused(config)
     written(tmp_path, "Qwen2")
@@ -222,9 +222,10 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
 
 
 def test_of_a_device_that_is_not_there(tmp_path, capsys):
-    """Host memory does not grow with the depth of the model. Device memory stays within the budget.
+    """`memascend plan` plans for a GPU that this machine does not have.
 
-    If the device budget is too small, the error names a budget that works.
+    In the plan, only the index and the catalog of the host memory grow with the depth of the model, and device memory
+    stays within the budget. If the device budget is too small, the error names a budget that works.
     """
     path = written(tmp_path, "Qwen2")
     deep = {**json.loads(path.read_text()), "num_hidden_layers": 24}

@@ -11,11 +11,11 @@ from support.grids import usual
 from support.planned import shown, told
 
 from memascend.cli import main
-from memascend.cli.plan import builtin, model
+from memascend.cli.plan import builtin, machine, model
 from memascend.cli.plan.machine import drive_at, parse_gpu
 from memascend.cli.plan.shapes import SHAPES, shape_named
 from memascend.cli.plan.subject import Batch
-from memascend.cli.storage import Speed
+from memascend.cli.storage import Speed, blocks
 from memascend.errors import ConfigError
 from memascend.plan.decision import TorchBytes
 from memascend.plan.hardware import gpu_here, product_flops
@@ -23,7 +23,7 @@ from memascend.plan.options import Options
 from memascend.plan.outline import Dtype
 from memascend.text import bytes_shown
 
-# The number of parameters in each model card. Tied weights count once. Of a multimodal model, only the language model
+# The number of parameters of each model. Tied weights count once. Of a multimodal model, only the language model
 # counts.
 PARAMETERS = {
     "llama-1b": 1_235_814_400,
@@ -133,8 +133,8 @@ def test_a_name_has_its_own_longest_sequence(name, longest):
     assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
-# Names that resemble the name of a known shape. They name a model with a different vocabulary, a model of a different
-# size, a quantised model, and a model whose shape `plan` does not know.
+# Names that resemble the name of a known shape. In order, they name a different version, a different size, a quantised
+# model, and an older generation.
 @pytest.mark.parametrize(
     ("name", "near"),
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
@@ -223,8 +223,8 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
             assert mine.to_dict() == other.to_dict(), (device, more)
 
 
-# Without the slow tests, this test runs for most kinds that have their own formulas in `_BLOCK_BYTES`, and for one kind
-# with the default formulas.
+# Without the slow tests, this test runs for most kinds that have their own factors in `_BLOCK_BYTES`, and for one kind
+# with the default factors.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", usual(KINDS, *builtin._BLOCK_BYTES.keys() - {"olmo3"}, "llama"))
 def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
@@ -398,3 +398,20 @@ def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
     for name in ("NVIDIA Something", "NVIDIA RTX A1000", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
         assert gpu_here() is None
+
+
+def test_a_raw_device_among_the_paths_has_no_speed_of_writing(monkeypatch):
+    """The paths are a file system and a raw device, whose write speed is not measured."""
+    mean = Speed(nbytes=4 << 30, seconds=1.0, cpu_seconds=0.1)
+    system = {"read": mean, "write": mean, "mixed": mean}
+    monkeypatch.setattr(machine, "speeds_at", lambda path: {"read": mean} if path.name == "raw" else system)
+    monkeypatch.setattr(machine, "_system", hash)
+    for paths in ([Path("folder"), Path("raw")], [Path("raw"), Path("folder")]):
+        drive, speeds = machine.drive_at(paths)
+        assert drive is None
+        assert [*speeds] == ["read"]
+
+
+def test_the_blocks_that_measure_a_drive_differ():
+    with blocks(4096, 8) as tensors:
+        assert len({tensor.numpy().tobytes() for tensor in tensors}) == 8

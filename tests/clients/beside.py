@@ -1,4 +1,4 @@
-"""Runs a loop or a Trainer twice: with the model in memory, and with the model offloaded."""
+"""Runs a loop or a Trainer with the model in memory or offloaded, and compares the results."""
 
 from __future__ import annotations
 

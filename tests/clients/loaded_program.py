@@ -1,7 +1,7 @@
-"""Trains the model of a folder with SFTTrainer or DPOTrainer, within a memory limit. Run as a program.
+"""Trains the model of a folder offloaded, with SFTTrainer or DPOTrainer. Run as a program.
 
 The arguments are: "sft", or "dpo" for a training that also has a reference model; the folder of the model; the folder
-for the output. Two optional arguments follow: a memory cgroup, and the limit of this cgroup in bytes.
+for the output. Two optional arguments follow: a memory cgroup, which the program joins, and its limit in bytes.
 """
 
 import hashlib

@@ -145,8 +145,9 @@ def train(trained: torch.nn.Module, optimizer: Any, steps: range) -> None:
 def outcome(case: Case) -> str:
     """Returns the table's text for a case.
 
-    "streams" if the offloaded run has the bits of the run in memory, and "DIFFERS" if it has other bits. If offload()
-    or the optimizer itself fails, the text is the reason.
+    "streams": the offloaded run has the bits of the run in memory. "DIFFERS": it has other bits. "not tried: REASON":
+    the run in memory fails. "rejected: REASON": offload() raises a ConfigError. "CHANGED by a rejection: ERROR":
+    offload() raises a ConfigError after it has changed a weight.
     """
     silent = contextlib.redirect_stdout(io.StringIO())
     with threads_of_torch(1), warnings.catch_warnings(), torch.compiler.set_stance("force_eager"), silent:

@@ -1,4 +1,4 @@
-"""Simulates a server of SGLang. Generates tokens, and loads weights from the path in a request. Run as a program."""
+"""Simulates an SGLang server: generates tokens, and loads weights from the path in a request. Run as a program."""
 
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer

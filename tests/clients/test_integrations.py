@@ -1,4 +1,4 @@
-"""Tests plugins for Axolotl, ms-swift and LLaMA-Factory: killed runs with settings of examples/ resume exactly.
+"""Tests memascend in Axolotl, ms-swift and LLaMA-Factory: killed runs with settings of examples/ resume exactly.
 
 `make test-axolotl`, `make test-swift` and `make test-llamafactory` each use their own environment. In each environment,
 only one of the three programs is installed, and the tests of the other two programs are skipped.
@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 
 def example(folder, name, *replaced):
-    """Writes an example into `folder`. `replaced` changes the example: it logs each step, and runs without a GPU."""
+    """Copies a file of examples/ into `folder`. `replaced` has pairs of a text in the file and its replacement."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
     for old, new in replaced:
         assert old in text

@@ -1,4 +1,4 @@
-"""Tests optimizers of other libraries: each row of docs/optimizers.md, and the bits of bitsandbytes' moments."""
+"""Tests optimizers of several libraries: the rows of docs/optimizers.md, and 8-bit state against bitsandbytes."""
 
 import bitsandbytes
 import pytest

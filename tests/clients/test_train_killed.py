@@ -2,7 +2,8 @@
 
 usage: test_train_killed.py KIND STORE LOG [MOMENT STEP]
 
-Run as a program, this file offloads a Trainer and trains. The program kills itself at MOMENT of STEP.
+Run as a program, this file makes a Trainer and trains: in memory if STORE is "memory", and otherwise offloaded. The
+program kills itself at MOMENT of STEP.
 """
 
 import hashlib
@@ -77,8 +78,9 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
     more = f"logging_steps: {logging}"
     run(tmp_path, "whole", more)
     rng = random.Random(logging)
-    # Each run is killed after it prints one of these words. A run prints "Map" while it loads data, 'loss' and
-    # 'eval_loss' during steps and evaluations, and 'train_runtime' at the end.
+    # For each word, `run` kills a run up to 0.15 s after the run prints the word, unless the run ends first. A run
+    # prints "Map" while it loads data, 'loss' and 'eval_loss' during steps and evaluations, and 'train_runtime' at the
+    # end.
     places = ["Map", *[rng.choice(("'loss'", "'eval_loss'")) for _ in range(KILLS - 2)], "'train_runtime'"]
     ends = [
         run(tmp_path, "killed", more, kill=(place,), after=rng.uniform(0, 0.15), ends=(0, -signal.SIGKILL))
@@ -215,7 +217,7 @@ MOMENTS = [
 def start(folder, name, kind, *words, **how):
     """Runs this file as a program, until it ends or is killed; returns its output.
 
-    The last line of the output is a digest of the weights.
+    If the program is not killed, the last line of its output is a digest of the weights.
     """
     store = "memory" if name == "memory" else folder / name
     line = [sys.executable, __file__, kind, store, folder / f"{name}.log", *words]

@@ -75,7 +75,7 @@ def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
 
 
 def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
-    """A Trainer that has trained in memory keeps no reference to a weight, so its model can be offloaded."""
+    """After a training in memory, only the model and the optimizer refer to weights, so the model can be offloaded."""
     trainer = made(tmp_path, "adamw_torch")
     trainer.train()
     trainer.model.zero_grad()

@@ -89,8 +89,8 @@ def results(folder):
     """Returns the weights, the optimizer state in the last checkpoint, and the log."""
     last = max((folder / "out").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     figures = [load_file(folder / "model/model.safetensors"), load_file(last / "memascend/state.safetensors")]
-    # All other values of the log depend on the number of ranks: token counts, times, and means over the batches of an
-    # evaluation.
+    # Omits the values of the log that depend on the number of ranks: token counts, times, and means over the batches of
+    # an evaluation.
     compared = ("loss", "grad_norm", "learning_rate", "epoch", "train_loss")
     log = json.loads((folder / "log.json").read_text())
     return figures, [{name: line[name] for name in compared if name in line} for line in log]

@@ -106,7 +106,7 @@ def test_adapters_added_later_are_refused_until_the_model_is_offloaded_anew(tmp_
 
 # --- TRL ----------------------------------------------------------------------------------------------
 
-# Settings of all Trainers of transformers and TRL in tests/clients.
+# Settings of Trainers of transformers and TRL, also in other tests of tests/clients.
 SETTINGS = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,

@@ -1,4 +1,4 @@
-"""Provides a CUDA device, with deterministic kernels."""
+"""Provides a CUDA device with deterministic kernels; skips tests whose operations have no deterministic kernel."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def deterministic():
 
 
 def refusal(error):
-    """Returns torch's message about a missing deterministic kernel, if that message caused `error`; otherwise None."""
+    """Returns torch's message about a missing deterministic kernel, if `error` or a cause of it has one; else None."""
     while error is not None:
         if isinstance(error, RuntimeError) and "does not have a deterministic implementation" in str(error):
             return str(error).partition(",")[0]

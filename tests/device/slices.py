@@ -4,7 +4,7 @@
 
 The folder --state keeps the outcomes of tests, and the next slice runs the remaining tests. A test that does not end,
 or that ends the process, is recorded as failed. Exit status: 0 if all tests are done and no test failed, 1 if all tests
-are done and some failed, 3 if tests remain, so that you must run the command again.
+are done and some failed, or if no test can run, 3 if tests remain, so that you must run the command again.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
 
 
 def test_real_parameters_for_a_while(tmp_path, device, data, expected):
-    """materialized() moves the parameters to host memory. When the block ends, the parameters are on the device again.
+    """materialized() moves the parameters to host memory, because the device may not have room for all of them.
 
-    The device may not have room for all parameters.
+    When the block ends, the parameters are on the device again.
     """
     model, optimizer = begun(tmp_path, device)
     with optimizer:

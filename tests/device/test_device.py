@@ -143,7 +143,7 @@ def test_a_registration_that_was_refused_is_reported(tmp_path, device, monkeypat
 
 @pytest.mark.parametrize("way", ["bring", "take", "mark"])
 def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
-    """If a call to the device fails, step() must raise a DeviceError. The run then resumes from its last commit."""
+    """If a call to the device fails, the step must raise a DeviceError. The run then resumes from its last commit."""
     model, optimizer = begun(tmp_path, device)
     there = optimizer._session.run.resources.units.device
     losses(model, optimizer, data)

@@ -165,6 +165,7 @@ def held():
     """Yields each case once, with all state in RAM.
 
     The mode of gradients and the durability depend on the case's name, so that all modes and durabilities are tested.
+    Cases by layer have their first mode, and durability "step".
     """
     for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())

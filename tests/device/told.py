@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from device.slices import read
 
-# Messages of errors after which the CUDA context is lost. No later test in the same process could pass.
+# Texts in errors after which the CUDA context may be lost. Then no later test in the same process could pass.
 LOST = ("CUDA error", "illegal memory access", "device-side assert")
 # Packages that tests import, and that may be missing on a GPU machine. A test whose package is missing is skipped.
 OTHERS = {"accelerate", "hypothesis", "matplotlib", "numpy", "peft", "transformers"}

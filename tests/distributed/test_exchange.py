@@ -51,7 +51,7 @@ def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
 @pytest.mark.parametrize("hangs", [True, False])
 @ranks(7)
 def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(folder, hangs):  # noqa: ARG001
-    """Rank 3 is late or does not come. All other ranks must name rank 3 in their errors.
+    """Rank 3 is late or does not come. All other ranks, and a late rank 3, must name rank 3 in their errors.
 
     The other ranks arrive in time, but at different times.
     """
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
 )
 @ranks(6)
 def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apart):  # noqa: ARG001
-    """Several ranks stage the same rows. The error on all ranks names the ranks whose digests differ."""
+    """Three ranks stage the same rows. If one digest differs, the error on each rank names the rank of this digest."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
     agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))

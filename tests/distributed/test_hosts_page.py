@@ -191,7 +191,7 @@ def test_a_drive_that_a_replica_lost_is_filled_from_another_host(hosts, alone):
     lose_drive(hosts, "replicas")
     output = end(start(hosts, "replicas"))
     assert begun_at(output) >= 7
-    assert "rank 3 had no store: its new store was filled from the store of rank 1" in output
+    assert "the new store of rank 3 was filled from the store of rank 1" in output
     assert saved(hosts) == alone
 
 

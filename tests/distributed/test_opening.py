@@ -54,7 +54,7 @@ def chosen(shards, each):
         # Rank 1's store was filled from another store, but was not verified. So the commit of rank 1's store has number
         # 0.
         (1, [store(2, 3, 2), store(2, 0)], 3, {1: 0}),
-        # The ranks 2 and 3, which are the second replica, took no part in the last step.
+        # Ranks 2 and 3, which are the second replica, took no part in the last step.
         (2, [*[store(2, 3, 2)] * 2, *[store(2, 2, 1)] * 2], 3, {2: 0, 3: 1}),
         # All ranks were killed when only ranks 0 and 3 had written the root of commit 3.
         (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
@@ -144,7 +144,7 @@ def test_stores_stand_for_all_that_those_had_outlived():
         ([store(2), store(2)], True, [0, 1]),
         ([store(2, 1), store(2)], True, [1]),
         # Rank 0 has the second commit, so all ranks have made the first commit. Rank 1's store has no commit, so this
-        # store is damaged.
+        # store has lost the first commit.
         ([store(2, 2, 1), store(2)], False, [1]),
         ([store(2, 2, 1), {**store(2), "there": False, "filled": True}], False, [1]),
         ([store(2, 2, 1), None], False, [1]),
@@ -336,7 +336,10 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
             updates.fill("weight", torch.zeros(3, 4), step=1)
             updates.commit(1)
     before = (tmp_path / "run").read_bytes()
-    with pytest.raises(memascend.ConfigError, match="belongs to rank 1 of 2, but this run has only one process"):
+    with pytest.raises(
+        memascend.ConfigError,
+        match="belongs to rank 1 of a run that shards the model among 2 ranks, but this run has only one process",
+    ):
         offloaded("resume")
     assert (tmp_path / "run").read_bytes() == before
 

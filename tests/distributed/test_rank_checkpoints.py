@@ -41,7 +41,7 @@ class Scaled(Odd):
 
 
 class Wide(Scaled):
-    """`Scaled` with a layer whose shards have a multiple of 256 elements on 2 and on 4 ranks, but not on 3 ranks."""
+    """`Scaled` with two layers. Their weights have shards of a multiple of 256 elements on 2 and 4 ranks, not on 3."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def optimizer_of(trained, kind):
 
 
 def options_of(start, source):
-    """Returns the options of `offload()` that give first values to a model on the meta device."""
+    """Returns the options of `offload()` that read the first values from `source`; empty if `start` reads no source."""
     if start == "checkpoint":
         return {"checkpoint": source}
     if start == "weights":
@@ -82,7 +82,7 @@ def train_and_save(folder, name, case, source, count):
     dtype, kind, start, steps, state = case
     several = distributed.is_initialized()
     trained = model(getattr(torch, dtype), "cpu" if start == "values" else "meta")
-    # With `weights`, offload() shards the model itself.
+    # If `start` is "weights", offload() itself shards the model.
     if several and start != "weights":
         trained = shard(trained)
     torch.manual_seed(1)
@@ -101,8 +101,8 @@ def train_and_save(folder, name, case, source, count):
     # The second save replaces the checkpoint of the first save.
     optimizer.save(f"{folder}/{name}")
     if several:
-        # Only rank 0 sees this folder, as if the other ranks were on another host. So the other ranks send their rows
-        # to rank 0.
+        # Only rank 0 sees the files in this folder, as if the other ranks were on another host. So the other ranks send
+        # their rows to rank 0.
         optimizer.save(f"{folder}/hidden/{name}")
     optimizer.close()
 
@@ -144,8 +144,8 @@ def begun(folder, name, **options):
 def require_own_states_and_sums(folder):
     """Saves each rank's own `user_state` and restores it in a new run.
 
-    Returns the bytes that this rank had read and written after one step. Also returns the sums over all ranks, as this
-    rank's report shows them after two steps.
+    Returns the bytes that this rank had read and written after one step, without the writes of first values. Also
+    returns the sums over all ranks, as this rank's report shows them after two steps.
     """
     rank = distributed.get_rank()
     trained, optimizer = begun(folder, "own")
@@ -216,7 +216,7 @@ def require_planned(folder):
     assert distributed.get_rank() or optimizer.plan.to_dict() == alone.plan.to_dict()
     optimizer.close()
     # The network traffic of rank 0, with 2 bytes for each element. The forward gathers all parameters. The backward
-    # gathers the blocks again, and then the gradients are reduced.
+    # gathers the blocks again, and reduces the gradients of trainable parameters.
     embed, narrow, frozen = 17 * 16, 2 * 16 + 2 + 8 * 3 + 8 + 160 * 17 + 8 * 321, 8 * 16 + 8
     assert alone.network.total == 2 * (embed + 2 * narrow + 2 * frozen + embed + narrow)
 
@@ -228,7 +228,8 @@ def every(folder):
 
 
 # The cases for each number of ranks. A case has the parameters' dtype, the optimizer, the source of the first values
-# (an argument of `options_of`), the number of steps, and the format of the optimizer state.
+# (an argument of `options_of`), the number of steps, and the format of the optimizer state ("stochastic": stochastic
+# rounding instead of a format).
 MORE = [
     *((dtype, kind, start, 2, None) for dtype in ("bfloat16", "float32")
       for kind, start in (("adamw", "values"), ("sgd", "initialised"), ("radam", "values"))),
@@ -313,9 +314,9 @@ def begun_from(folder, store, made):
 
 
 def write_and_read(folder):
-    """Writes a sharded model with torch: in parts, as one file, and in torch's own format.
+    """Writes a model with torch: all ranks write parts and one joined file, and rank 0 writes torch's own format.
 
-    Returns the tensors of a run that loads its weights from the one file.
+    Returns the tensors of a run that loads its weights from the joined file.
     """
     made = shard(uneven())
     state = {name: one for name, one in made.state_dict().items() if name != "head.weight"}

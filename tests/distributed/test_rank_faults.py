@@ -32,8 +32,8 @@ from memascend.errors import RankError
 pytestmark = pytest.mark.timeout(900)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# The keys are points at which a rank is killed. Each value is the last step that all ranks have committed by then. At
-# the point "close", the rank is killed in close() after step 5. At every other point, the rank is killed in step 3.
+# The keys are points at which a rank is killed. Each value is the step at which all ranks then resume. At the point
+# "close", the rank is killed after step 5, before it calls close(). At every other point, the rank is killed in step 3.
 COMMON = {
     "begin": 2, "between": 2, "before staged": 2, "after staged": 2, "before written": 3, "after written": 3,
     "close": 5,
@@ -65,8 +65,8 @@ def survived(ranks, faulty=1, seconds=60.0):
         assert rank["seconds"] < seconds, rank
 
 
-# In the first case, rank 0 has already written its root for step 3 when rank 1 is killed. Rank 0's commit of step 3 is
-# dropped when all ranks open their stores again.
+# In the first case, rank 1 is killed before it writes its root for step 3, but rank 0 writes its own root. When all
+# ranks open their stores again, they drop rank 0's commit of step 3.
 POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.cycle(GIVEN), strict=False))]
 
 
@@ -81,7 +81,7 @@ def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, po
     reference = whole(run(name="reference", steps=7), 7)
     faulty, at = (0 if given == GIVEN[1] else 1), (5 if point == "close" else 3)
     ranks = run(fault=KILL, point=point, at=at, faulty=(faulty,))
-    # If a rank dies in close(), the other ranks end without an error.
+    # If a rank dies before its close(), the other ranks end without an error.
     if point != "close":
         survived(ranks, faulty)
     again = whole(run(steps=7), 7)
@@ -124,7 +124,8 @@ def store_of(tmp_path, rank):
 def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     """If the disk of one rank is full, or the store of one rank is damaged, all ranks must raise errors.
 
-    No file may be left over, and the run must resume from its last commit.
+    A failed start of a new run must leave no store, and a failed save must keep the earlier checkpoint. The run must
+    resume from its last commit.
     """
     reference, saved = whole(lives(tmp_path, 2, "reference", steps=4), 4), tmp_path / "run/saved"
     first, second = lives(tmp_path, 2, fault="full", point="before groups")
@@ -300,7 +301,7 @@ def test_any_shape_and_mode_has_them(tmp_path, shape, given, rounds, dtype, kind
 def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
     """Each mesh runs four micro-batches in a step.
 
-    Only a rank without a store creates a store, and fills the store from another replica.
+    If only the number of replicas grows, only the ranks without a store fill new stores from another replica.
     """
     left = {
         (1, 2): ["rank-0-of-2", "rank-1-of-2"],
@@ -318,9 +319,9 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
-    """If a rank is killed before it has verified its refilled store, the rank refills the store again.
+    """If a rank is killed before it has verified its refilled store, a restart fills the store again.
 
-    The store's commit has no number until the store is verified.
+    The store's commit has number 0 until the rank has verified the store.
     """
     meshed(tmp_path, 2, 2)
     shutil.rmtree(tmp_path / "run/rank-1-of-2")
@@ -404,7 +405,7 @@ class Drill:
         return ranks
 
     def faulty(self, kind, victim):
-        """Resumes the run with a fault of rank `victim`. The errors of all other ranks must name `victim` in time.
+        """Resumes the run with a fault of rank `victim`. Any error of another rank must name `victim` in time.
 
         Returns the ranks whose stores were removed: `victim` for a fault during a fill, otherwise no rank.
         """

@@ -56,7 +56,7 @@ def require_refusals(folder):
     refused("the model on rank 1 has other values", plain)
     refused("pass the module inside it", nn.parallel.DistributedDataParallel(model(torch.float32)))
     columns = parallelize_module(model(torch.float32), init_device_mesh("cpu", (2,)), {"3": ColwiseParallel()})
-    refused("tensor parallelism", columns)
+    refused("Tensor parallelism", columns)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     refused("a mesh of 1 of 2 ranks", fully_shard(model(torch.float32), mesh=mesh["shard"]))
     refused("put {rank}", sharded(torch.float32), storage=[f"{folder}/same.store"])
@@ -74,7 +74,10 @@ def require_refusals(folder):
 
 
 def require_reads_and_no_writes(folder):
-    """Requires that offloaded weights can be read, and that writes to them inside a forward are rejected."""
+    """Requires that offloaded weights can be read, and that writes to them inside a forward are rejected.
+
+    Also requires errors for replaced weights, a gradient divide factor that rounds, and a forward after `close()`.
+    """
     rank = distributed.get_rank()
     trained = sharded(torch.float32)
     optimizer = adamw(trained.parameters())
@@ -108,7 +111,7 @@ def require_reads_and_no_writes(folder):
     with torch.no_grad():
         loss_of(trained, 0, rank)
     divide_gradients(trained, by=2.0)
-    # torch's own clipping uses the norm over all ranks.
+    # `optimizer.clip_grad_norm_` returns the norm over all ranks.
     loss_of(trained, 0, rank).backward()
     whole_model = model(torch.float32)
     sum(loss_of(whole_model, 0, micro) / 2 for micro in range(2)).backward()
@@ -172,7 +175,7 @@ def double(parameter):
 
 
 class Doubling(DefaultReduceScatter):
-    """A reduce-scatter that a user has written."""
+    """Stands for a reduce-scatter that a user wrote."""
 
 
 def trained_with_hooks(folder=None, *, before=False, after=False, **options):
@@ -238,7 +241,8 @@ def test_hooks_see_the_sum_of_all_ranks_or_are_rejected(folder):
 # --- aliases of weights, which are rejected, and of gradients, which work ------------------------------
 
 
-# Ways to make a tensor that shares memory with a weight. Before torch 2.15, `to_local()` returned `_local_tensor`.
+# Ways to make a tensor that shares memory with a weight. Before torch 2.15, `to_local()` without a graph returned
+# `_local_tensor` itself.
 VIEW = {"view": lambda p: p.detach()}
 ROWS = {
     "rows": lambda p: p.to_local(),
@@ -331,7 +335,7 @@ def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     assert begin()[0] is None
     monkeypatch.setattr(setup, "_is_sharded", lambda _: True)
-    with pytest.raises(ConfigError, match=r"torch .* in another way"):
+    with pytest.raises(ConfigError, match=r"does not work with FSDP2 of torch .*: use a torch version"):
         begin()
 
 

@@ -51,7 +51,8 @@ def train_all(folder, cases, kind="plain", mean=False):
 def require_same(folder, dtype, options, rounds, kind, *, mean):
     """Trains on this rank; requires the losses, values and norms of training in one process.
 
-    If `mean` is true, the loop does not divide the loss. FSDP2 divides the gradients by the number of ranks.
+    If `mean` is true, the loop does not divide the loss, and only FSDP2 divides: by the number of ranks, which must be
+    a power of two.
     """
     trained = model(dtype, kind) if kind == "undivided" else sharded(dtype, kind)
     trained, optimizer = memascend.offload(trained, adamw(trainable(trained)), storage=folder, **options)
@@ -223,8 +224,8 @@ class Experts(nn.Module):
 def trained_experts(store=None, *, dtype=torch.float32, policy=None, used=3, fused=True, is_one=False, **options):
     """Trains three steps, offloaded to `store`, or in memory with FSDP2 if `store` is None; returns the final values.
 
-    If `policy` is None, FSDP2 adds gradients and does not divide the sum. If `is_one` is true, a single process trains
-    without FSDP2 on the batches of all ranks.
+    If `policy` is None, FSDP2 adds gradients and does not divide the sum. If `is_one` is true, this process trains
+    alone, without FSDP2, on the batches of all ranks.
     """
     torch.manual_seed(0)
     model = Experts().to(dtype)
@@ -383,7 +384,7 @@ def train_whole(folder, until, options):
 def go_on(tmp_path, counts, options):
     """Takes one step of a run with each of `counts`; requires the bits of one process that never stopped.
 
-    Each of `counts` is a pair: the number of ranks, and whether the model stays undivided.
+    Each of `counts` is a pair: the number of ranks, and whether the test leaves the model unsharded.
     """
     (whole,) = on_ranks(1, train_whole, tmp_path, len(counts), options)
     for number, (count, plain) in list(enumerate(counts))[1:]:
@@ -421,7 +422,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
     ids=str,
 )
 def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
-    """With `log_steps`, no run writes the RAM tier's records before it ends. The next run replays the gradient log."""
+    """With `log_steps`, no run calls `close()`, so the next run replays the gradient log."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 

@@ -1,4 +1,4 @@
-"""Tests micro-batches by layer: the bytes that a step moves, errors, and steps that run micro-batches in turn.
+"""Tests `accumulate(by_layer=True)`: bits, the bytes that a step moves, errors, and models that it cannot run by layer.
 
 The results must have the same bits as micro-batches that run one after the other.
 """
@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
 
 class Experts(Stack):
-    """A model in which each micro-batch begins at a different block and skips a different block.
+    """A model in which the values of a micro-batch decide which block is skipped, and which block comes first.
 
     So the micro-batches have no common order of blocks.
     """
@@ -53,7 +53,7 @@ class Experts(Stack):
 
 
 class Summed(Stack):
-    """A model for which autograd gives the parameters `one` and `other` the same tensor as gradient."""
+    """A model for which autograd gives the parameters `one` and `other` gradients that share memory."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ def arriving(model, arrive):
 
 
 def interrupted_run(folder, kind, interrupt, attempts, **options):
-    """Trains. Before each step, `interrupt` makes an attempt that fails.
+    """Trains. Before each step, `interrupt` (unless it is None) makes an attempt that should fail.
 
     Returns the final state and the number of attempts that failed.
     """
@@ -285,7 +285,8 @@ def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
 )
 def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gradients):
     """Attempt N raises an error at place N. A place is the forward or the backward of one block in one micro-batch."""
-    # Four blocks, each with a forward and a backward; a reentrant checkpoint runs each forward twice.
+    # At least four blocks run, each with a forward and a backward. A reentrant checkpoint also recomputes each block to
+    # its end, and so calls the hook again. Any other checkpoint stops the recomputation before the block's end.
     places = 4 * COUNT * (3 if kind == "reentrant" else 2)
 
     def interrupt(model, optimizer, batches, at):

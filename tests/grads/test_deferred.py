@@ -325,8 +325,8 @@ def test_what_saves_little_does_not_read_more(monkeypatch):
 
 # --- updates that begin before step() knows the norm ----------------------------------------------
 
-# Factors of the loss. With SMALL, the norm of the gradients is far below the limit. With LARGE, the norm is far above
-# the limit.
+# Factors of the loss. With SMALL, the norm of the gradients is far below the limit 1.0 of `scaled`. With LARGE, the
+# norm is far above this limit.
 SMALL, LARGE = 1e-3, 1e3
 NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
@@ -358,7 +358,7 @@ def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     report = both_early(tmp_path, NEVER)
     written = sum(p.numel() * 2 for p in stack().parameters())
     waited = scaled(tmp_path / "again", "ssd", NEVER)[2]
-    # Storage writes gradients in whole pages, so more bytes may be written than the gradients have.
+    # The store writes gradients in whole pages, so it may write more bytes than the gradients have.
     assert report.written["gradients"] == waited.written["gradients"] >= 6 * written
     assert report.read["gradients"] == report.written["gradients"] // 6, "only the first step reads its gradients"
 
@@ -407,7 +407,8 @@ RUNS = {
     # The updates of the first step wait for the norm, because no earlier step shows whether the loop clips.
     "never": (NEVER, nothing, {}, 5, 0),
     "always": (ALWAYS, nothing, {}, 0, 0),
-    # After a step that discards its early updates, updates begin early again only if two steps in a row do not clip.
+    # After the first step that discards its early updates, updates begin early again only once two steps in a row do
+    # not clip.
     "alternating": ([SMALL, LARGE] * 3, nothing, {}, 1, 1),
     "mixed": (MIXED, nothing, {"optimizer": other(torch.optim.SGD, lr=1e-2, momentum=0.9)}, 4, 2),
     # Updates by torch's own code always wait for the norm.
@@ -457,5 +458,5 @@ def test_the_log_says_what_was_made_anew(tmp_path, caplog):
         report = scaled(tmp_path / "s", "auto", MIXED)[2]
     said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
     assert len(said) == report.anew == 2
-    assert "(in 2 of 4 steps so far)" in said[1]
+    assert "(in 2 of the 4 steps with such updates so far)" in said[1]
     assert "Updates of 4 steps began before step(); 2 of them were made anew." in str(report)

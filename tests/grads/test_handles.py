@@ -1,4 +1,4 @@
-"""Tests gradient handles against plain gradients: sums, reads, arithmetic, and errors of calls that need memory."""
+"""Tests `GradientHandle`, which `p.grad` holds, against plain gradients: sums, reads, arithmetic, rejected calls."""
 
 import copy
 import pickle

@@ -77,7 +77,10 @@ def toggled_requires_grad():
 
 
 def drawn_batches():
-    """Yields micro-batches. Each is drawn on demand from torch's default generator, from which the model also draws."""
+    """Yields micro-batches, and draws each on demand from torch's default generator.
+
+    The model of `default_generators` also draws from this generator.
+    """
     for _ in range(MICRO_BATCHES):
         yield torch.randn(4, WIDTH)
 
@@ -225,9 +228,9 @@ def test_a_loader_may_not_know_how_many_micro_batches_it_has(tmp_path, says):
 
 
 class Nested(torch.nn.Module):
-    """A model in which each block calls the next block before its own forward ends.
+    """A model in which a forward hook of each block calls the next block.
 
-    So all blocks must be in memory at the same time.
+    The call of a block ends after the call of the next block, so all blocks must be in memory at the same time.
     """
 
     def __init__(self, meet):

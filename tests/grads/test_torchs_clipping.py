@@ -1,4 +1,4 @@
-"""Tests torch's `clip_grad_norm_` on an offloaded model: the same bits as in memory, and no extra reads."""
+"""Tests torch's `clip_grad_norm_` on an offloaded model: the same bits as in memory, and the bytes that it reads."""
 
 from functools import partial
 
@@ -163,7 +163,7 @@ def changes_its_norm(p):
     torch._foreach_norm([p.grad], 2.0)[0].zero_()
 
 
-# Functions that change the gradient of a parameter.
+# Functions that change the gradient of a parameter, or a norm that torch returned for this gradient.
 CHANGES = {
     "multiplied": lambda p: p.grad.mul_(3.0),
     "a number is added": lambda p: p.grad.add_(0.01),
@@ -190,7 +190,8 @@ def test_a_gradient_that_changes_after_it_arrived_has_its_new_norm(tmp_path, cha
 def test_autocast_around_the_backward_changes_no_norm(tmp_path, foreach, device):
     """The norm that clipping returns must have the bits of torch's norm of plain gradients.
 
-    On a GPU, torch has special kernels for lists of tensors, and autocast changes the dtype of norms.
+    memascend computes norms as gradients arrive, here under autocast. On a GPU, autocast changes the dtype of norms,
+    and torch has special kernels for lists of tensors.
     """
     model, optimizer = offloaded(tmp_path, torch.bfloat16, device=device)
     with optimizer:

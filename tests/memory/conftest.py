@@ -33,9 +33,8 @@ def measure(disk, loaded, python):
 
     def run(**work):
         storage = tempfile.mkdtemp(dir=disk)
-        # A forked process shares pages with its parent. It copies a shared page when it writes to the page, and it
-        # copies all shared pages when it ends. The limit of a cgroup would count the copies, so a run in a cgroup uses
-        # a fresh process, which shares no pages.
+        # A forked process shares pages with its parent, and the kernel copies a shared page when the process writes to
+        # the page. The limit of a cgroup would count the copies, so a run in a cgroup uses a fresh process.
         in_its_own = python if "cgroup" in work else loaded
         return json.loads(in_its_own(program, HERE, json.dumps({"storage": storage, **work}), timeout=300))
 

@@ -37,7 +37,7 @@ WORK = {
     "resume": False,  # the run resumes an existing store that has one step
     "phases": False,  # the run also makes the calls in the function `others`
     "cgroup": None,  # a memory cgroup that the process joins; `lower` sets the cgroup's limit after offload()
-    "grow_bytes": 0,  # the cgroup's limit is this many bytes above the memory that the process holds at that time
+    "grow_bytes": 0,  # `lower` sets the cgroup's limit this many bytes above the cgroup's anonymous memory
 }
 
 
@@ -110,7 +110,7 @@ class Sampler:
 
 
 def activation_bytes(work, itemsize):
-    """Returns the bytes of the activations that checkpointing keeps: the inputs of all blocks."""
+    """Returns the bytes of the activations that checkpointing keeps: the inputs of all blocks. 0 without it."""
     return work["blocks"] * work["tokens"] * work["width"] * itemsize if work["checkpoint"] else 0
 
 
@@ -239,7 +239,6 @@ def others(model, optimizer, batch, phase):
     for _, names in itertools.groupby(state, lambda name: name.split(".")[:2]):
         model.load_state_dict({name: state[name] * 0.5 for name in names}, strict=False)
     phase("load_state_dict() of others")
-    # The state dict has views of weights. Delete it, because a step warns about views that live longer than the step.
     del state
     with memascend.materialized(model, modify=True), torch.no_grad():
         for parameter in model.parameters():

@@ -145,7 +145,7 @@ def test_a_returned_lease_is_an_error_and_no_crash(arena):
     # A lease in use cannot be returned.
     lease = arena.lease(4 * KIB)
     tensor = lease.tensor(4 * KIB, torch.uint8)
-    with pytest.raises(memascend.UsageError, match="a tensor still uses this lease"):
+    with pytest.raises(memascend.UsageError, match="a tensor or buffer still uses this lease"):
         lease.release()
     tensor.fill_(3)
     del tensor

@@ -64,7 +64,7 @@ def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
         for owner, nbytes in held.items():
             assert nbytes == pytest.approx(plan.host[owner], rel=0.01), owner
             assert nbytes <= plan.host[owner], owner
-        # Every mapping must belong to an owner.
+        # Every mapping must belong to one of these owners.
         answered = held["units"] + held["update staging"] + held["catalog"] + held.get("records in RAM", 0)
         assert sum(mapped.values()) <= answered
         assert host["peak"] <= plan.host_peak <= host["budget"] == plan.budget
@@ -117,7 +117,7 @@ PER_PARAMETER = [("fused", "default", 26.5), ("fused", "smallest", 28.5), ("ssd"
 def let_fetches_end(optimizer):
     """Waits until all prefetches are done.
 
-    The kernel counts the bytes of a prefetch when they are read. The store counts these bytes only when they are used.
+    The kernel counts the bytes of a read when the read begins. The store counts these bytes only when the read ends.
     """
     for unit in optimizer._session.run.residency.units.all:
         while unit.read is not None and not unit.read.done():

@@ -15,7 +15,7 @@ MOST_TESTS = 3
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of one file, and the tests that must fail after the change."""
+    """A change of one file, and tests. At least one of these tests must fail after the change."""
 
     language: str
     package: str

@@ -90,7 +90,10 @@ class Late(Exception):
 
 
 def run(command, cwd, seconds, **environment):
-    """Runs a command in a new process group; returns its exit status and the end of its output."""
+    """Runs a command in a new process group; returns its exit status and the end of its output.
+
+    Raises Late if the command does not end within `seconds`.
+    """
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -124,7 +127,7 @@ class Pytest:
     def failure(self, package, tests, seconds):  # noqa: ARG002 - Cargo needs the package
         """Returns the output of the first test that fails, or None if all tests pass.
 
-        Raises RuntimeError if pytest cannot run a test.
+        Raises RuntimeError if pytest cannot run a test, and Late if the tests do not end within `seconds`.
         """
         options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={SECONDS_WITHOUT}"]
         command = [sys.executable, "-m", "pytest", *options, *tests]
@@ -160,7 +163,7 @@ class Cargo:
     def failure(self, package, tests, seconds):
         """Returns the output of the first test that fails, or None if all tests pass.
 
-        Raises RuntimeError if a test does not exist.
+        Raises RuntimeError if a test does not exist, and Late if the tests do not end within `seconds`.
         """
         until = time.monotonic() + seconds
         for test in tests:
@@ -219,7 +222,10 @@ class Gate:
                 self._keep(keys[fault], result)
 
     def _outcome(self, tree, runner, fault):
-        """Runs a fault; returns "caught", "survives" or "not run", and the tests' output or a reason."""
+        """Runs a fault; returns "caught", "survives" or "not run".
+
+        Also returns the tests' output or a reason; None for "survives".
+        """
         try:
             try:
                 with tree.having(fault):

@@ -26,7 +26,7 @@ def failed(call, *errnos):
 
 
 def room(error, folder):
-    """Returns the number of bytes that the file needs according to `error`.
+    """Returns the number of additional bytes that the file needs according to `error`.
 
     Requires that the error also states the true number of available bytes.
     """

@@ -403,8 +403,8 @@ def one_round(workers, volume):
 
 @pytest.mark.soak
 def test_random_operations_for_minutes(tmp_path):
-    # Makes glibc use mappings for large objects, and one heap for all threads. Freed memory then leaves the process at
-    # once.
+    # Makes glibc use mappings for large objects, and one heap for all threads. The memory of a large object then leaves
+    # the process as soon as the object is freed.
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 16384) == 1
     assert libc.mallopt(M_ARENA_MAX, 1) == 1

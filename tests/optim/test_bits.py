@@ -1,4 +1,4 @@
-"""Tests that each optimizer of torch.optim has the bits of training in memory, also with unusual parameters."""
+"""Tests that each optimizer of torch.optim but LBFGS has the bits of training in memory, also on unusual parameters."""
 
 import copy
 import functools
@@ -100,7 +100,7 @@ def test_every_class_of_torch_is_tried_or_refused():
 
 
 def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chunk=2048):
-    """Trains in memory and in parts, and requires that the bits are equal.
+    """Trains in memory and in parts, and requires that the bits are equal; returns the parameters trained in parts.
 
     Some gradients are missing, and lr changes in each step.
     """

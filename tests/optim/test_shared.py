@@ -217,7 +217,12 @@ class Listing(Counted):
     ("kind", "gradients", "error", "says"),
     [
         (EverSlower, "auto", memascend.UsageError, "EverSlower changed the option 'lr' of a group to values"),
-        (Listing, "ssd", memascend.MemascendError, "Listing changed its attribute 'seen' to a set"),
+        (
+            Listing,
+            "ssd",
+            memascend.MemascendError,
+            "Listing set its attribute 'seen' to a value of type set,",
+        ),
     ],
 )
 def test_an_end_that_cannot_be_committed_late_ends_the_step_by_name(tmp_path, kind, gradients, error, says):

@@ -162,6 +162,55 @@ def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, du
             assert same_states(statistics(model), wanted)
 
 
+def test_a_rejected_resume_leaves_the_buffers_as_they_were(tmp_path):
+    def groups(count):
+        def kind(parameters, **_):
+            own = [*parameters]
+            return torch.optim.AdamW([{"params": own[:count]}, {"params": own[count:]}])
+
+        return kind
+
+    model, optimizer = offloaded(tmp_path / "s", normed(), groups(2))
+    step(model, optimizer)
+    optimizer.close()
+    model = normed()
+    before = statistics(model)
+    with pytest.raises(memascend.ConfigError, match="was in group 0 and is in group 1"):
+        offloaded(tmp_path / "s", model, groups(1), existing="resume")
+    assert same_states(statistics(model), before)
+    with offloaded(tmp_path / "s", model, groups(2), existing="resume")[1] as optimizer:
+        assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("existing", ["refuse", "resume", "previous"])
+def test_a_call_that_fails_when_it_reserves_the_log_changes_nothing(tmp_path, monkeypatch, existing):
+    """The log is reserved last. If that fails, the model has its parameters, and the call can be repeated."""
+    if existing != "refuse":
+        trained, optimizer = offloaded(tmp_path / "s", normed())
+        step(trained, optimizer)
+        step(trained, optimizer)
+        optimizer.close()
+    model = normed()
+    parameters, before = [*model.parameters()], values(model)
+
+    def failing(*_):
+        raise memascend.StorageError("the drive is gone", errno=5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("memascend.session.offload.begin_log", failing)
+        with pytest.raises(memascend.StorageError, match="the drive is gone"):
+            offloaded(tmp_path / "s", model, existing=existing)
+    assert [*map(id, model.parameters())] == [*map(id, parameters)]
+    assert same_states(values(model), before)
+    assert (tmp_path / "s").exists() == (existing != "refuse")
+    # "previous" has dropped the newest commit.
+    again = "resume" if existing == "previous" else existing
+    model, optimizer = offloaded(tmp_path / "s", model, existing=again)
+    with optimizer:
+        assert optimizer.steps == {"refuse": 0, "resume": 2, "previous": 1}[existing]
+        step(model, optimizer)
+
+
 def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
     """A resume repeats a step that was not committed, so close() must not keep the buffers that this step changed."""
     model, optimizer = offloaded(tmp_path / "s", normed())

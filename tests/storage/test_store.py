@@ -113,10 +113,10 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
     updates = engine.Engine(store)
     for unit, into, match in [
         ("four", pages(nbytes), "no unit"),
-        ("one", pages(nbytes + 4096), "bytes, not"),
+        ("one", pages(nbytes + 4096), f"give memory of {nbytes} bytes"),
         ("one", pages(nbytes).view(torch.int8), "uint8"),
         ("one", pages(2 * nbytes)[::2], "contiguous"),
-        ("one", pages(nbytes + 1)[1:], "multiple of 4096 bytes"),
+        ("one", pages(nbytes + 1)[1:], "at an address that is a multiple of 4096; pass a page-aligned tensor"),
     ]:
         with pytest.raises(ConfigError, match=match):
             updates.fetch(unit, into)

@@ -298,15 +298,11 @@ class Runs:
             return
         lost = next((place for place, value in changes.items() if not storable(value)), None)
         if lost is not None:
-            done = (
-                "removed it"
-                if changes[lost] is GONE
-                else f"set it to a value of type {type(changes[lost]).__qualname__}"
-            )
+            value = changes[lost]
+            done = f"removed {lost}" if value is GONE else f"set {lost} to a value of type {type(value).__qualname__}"
             raise UsageError(
-                f"{named(self.optimizer)} changed {lost} in a way that cannot be committed with the step: it {done}, "
-                "but only numbers and text can be committed. Change the optimizer so that it keeps a number or text "
-                "there, or use another optimizer"
+                f"{named(self.optimizer)} {done}, which cannot be committed with the step: only numbers and text can. "
+                "Change the optimizer so that it keeps a number or text there, or use another optimizer"
             )
         self._ends[name] = group, changes
 

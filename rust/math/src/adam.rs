@@ -170,8 +170,7 @@ fn elements<G: Element, O: Element, const OUT: bool>(
     }
 }
 
-/// Returns the updated (parameter, first moment, second moment) of one element. `l2` must be true if `s.l2` is not
-/// zero.
+/// Returns the updated (parameter, first moment, second moment) of one element. `l2` must be `s.l2 != 0.0`.
 #[inline(always)]
 pub(crate) fn one(p: f32, g: f32, m: f32, v: f32, s: &Scalars, l2: bool) -> (f32, f32, f32) {
     let p = p * s.decay;

@@ -26,9 +26,10 @@ use crate::{
 
 /// The number of elements whose squares the lanes add before the sums of the lanes go to `Running`.
 const BLOCK: usize = 2048;
-/// The number of float64 sums that are computed side by side. Lane `i` adds the squares of column `i` of a block.
+/// The number of float64 sums that are computed side by side. Each lane adds the squares of `BLOCK / LANES` elements of
+/// a block.
 const LANES: usize = 32;
-/// The number of elements in one iteration of the inner loops.
+/// The number of elements that four calls of `Columns::column` convert.
 const GROUP: usize = 4 * LANES;
 /// Each lane adds `2^LANE_BITS` squares per block.
 const LANE_BITS: i32 = (BLOCK / LANES).ilog2().cast_signed();
@@ -58,7 +59,7 @@ impl Check {
     }
 }
 
-/// Checks `data` and sums its squares. Reads each element once.
+/// Checks `data` for infinities and NaNs and sums its squares, in one pass over memory.
 #[must_use]
 pub fn check(data: Floats<'_>, exec: Exec) -> Check {
     for_type!(Floats, data, data => pass(Data::Read(data), exec))
@@ -248,7 +249,7 @@ fn lane_gain(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
 }
 
 /// Returns [`lane_gain`] of lanes that began with zero. Adding `from` drops the squares of the tiny numbers that
-/// `column` returns for zeros: these squares are below half of the last bit of `from`.
+/// `Bf16::column` returns for zeros: these squares are below half of the last bit of `from`.
 #[inline(always)]
 fn lane_gain_from(mut lanes: [f64; LANES], from: f64, power: i32) -> (i64, i32) {
     for lane in &mut lanes {
@@ -395,8 +396,9 @@ trait Columns: Element {
     type Key: Copy + Default + Ord + Neg<Output = Self::Key>;
     /// `column` returns elements times `2^SCALE`.
     const SCALE: i32;
-    /// The smallest exponent field for which `column` is accurate enough. `column` converts a zero to a tiny number.
-    /// Adding the square of this tiny number to the square of an element with this exponent field changes no bit.
+    /// The smallest exponent field for which `column` is accurate enough. `Bf16::column` converts a zero to a tiny
+    /// number. Adding the square of this tiny number to the square of an element with this exponent field changes no
+    /// bit.
     const LEAST: i32;
 
     fn key(self) -> Self::Key;
@@ -436,8 +438,8 @@ impl Columns for f32 {
 
 impl Columns for Bf16 {
     type Key = Wrapping<u16>;
-    // Changes the bias of the exponent from 127 to 768. The number 768 has no bit in common with an 8-bit exponent, so
-    // `spread` can combine the two with `|`.
+    // `spread` adds 768 to the exponent field. The number 768 has no bit in common with an 8-bit exponent field, so `|`
+    // adds the two.
     const SCALE: i32 = 768 - 1023 + 127;
     // `column` turns zero into 2^-255. A lane adds at most 2^6 squares of this number, which sum to 2^-504. This is
     // less than half the last bit of 2^-446, the square of the smallest number with the exponent field `LEAST`.
@@ -477,7 +479,7 @@ impl Columns for F16 {
     #[inline(always)]
     fn column<const K: usize>(group: &[Self; GROUP]) -> [f64; LANES] {
         // `denormal`, twice the value minus the implicit leading bit, is right for zeros and denormals. For normal
-        // numbers, `denormal` is larger than the value. So the smaller of `denormal` and the value is right.
+        // numbers, `denormal` is at least the value. So the smaller of `denormal` and the value is right.
         let mut column = spread::<_, K, 10>(group, 992);
         for value in &mut column {
             let denormal = value.mul_add(2.0, -power_of_two(-30));
@@ -488,9 +490,9 @@ impl Columns for F16 {
 }
 
 /// Converts 16-bit floats with F bits of fraction to float64. Drops the signs, and adds `bias` to the exponent fields.
-/// Each of the four elements of a 64-bit word needs a shift and a mask. Widening would need shuffles, and Intel's
-/// processors do only one shuffle per cycle. The results for zeros and denormals are wrong: they contain the implicit
-/// leading bit, which only normal numbers have.
+/// Each of the four elements of a 64-bit word needs a shift and a mask. Widening would need shuffles, and many of
+/// Intel's processors do only one shuffle per cycle. The results for zeros and denormals are wrong: they contain the
+/// implicit leading bit, which only normal numbers have.
 #[inline(always)]
 fn spread<T: Element, const K: usize, const F: usize>(group: &[T; GROUP], bias: u64) -> [f64; LANES] {
     const { assert!(size_of::<T>() == 2) };

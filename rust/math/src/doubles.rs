@@ -19,8 +19,8 @@ pub fn add_doubles(total: &mut [f64], other: &[f64]) -> Result<()> {
     Ok(())
 }
 
-/// Checks `data` as [`crate::check`] does, but computes in float64. So the sum of squares is also infinite if it
-/// exceeds the range of float64.
+/// Checks `data` as [`crate::check`] does, but rounds the sum of squares to float64 after each addition. So the sum is
+/// also infinite if it exceeds the range of float64.
 #[must_use]
 pub fn check_doubles(data: &[f64]) -> Check {
     let mut sums = [0.0_f64; LANES];
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn sums_and_squares_are_those_of_float64() {
-        // float32 could represent neither these numbers nor their sums.
+        // float32 cannot represent these sums.
         let mut total: Vec<f64> = (0..21).map(|i| 1.0 + f64::from(i) * 1e-12).collect();
         let other: Vec<f64> = (0..21).map(|i| 1e-15 * f64::from(i) - 1e200).collect();
         let wanted: Vec<f64> = total.iter().zip(&other).map(|(a, b)| a + b).collect();

@@ -1,9 +1,9 @@
-//! The dynamic maps of 8-bit moments. A map has a number for each code, as a share of the absolute maximum of the
-//! block.
+//! Lists the numbers that the codes of 8-bit moments stand for, as shares of the absolute maximum of a block. A list of
+//! all codes is a dynamic map.
 //!
 //! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the decade below it, at equal
-//! distances. The numbers have the bits of `bitsandbytes`. These bits depend on how torch rounds, so this file lists
-//! the numbers. docs/store-format.md says how to compute the numbers.
+//! distances. The signed map also has the negatives of the decades. The numbers have the bits of `bitsandbytes`. These
+//! bits depend on how torch rounds, so this file lists the numbers. docs/store-format.md says how to compute them.
 
 /// The positive half of the signed map, from code 128 on. Code 127 stands for 0. Code 127 - i stands for minus the
 /// number of code 127 + i. The last code, 255, stands for 1, and no code stands for -1.

@@ -1,4 +1,4 @@
-//! Defines the three element types, and converts them in integer operations that vectorise.
+//! Defines the element types (fp32, bfloat16, fp16), and converts between them in operations that vectorise.
 
 /// A bfloat16, as its bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -100,9 +100,9 @@ impl Element for F16 {
     fn magnitude(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7FFF) << 13;
         // The exponent of `magnitude` is too small by 112. `normal` adds 112 to the exponent. `denormal` adds 113 to
-        // the exponent and subtracts 2^-14, the implicit leading bit. `denormal` is right for denormals, and too large
-        // for normal numbers. So the smaller of `normal` and `denormal` is right. A multiplication of a denormal fp32
-        // would be one operation, but takes Intel's processors more than a hundred cycles.
+        // the exponent and subtracts 2^-14, the implicit leading bit. `denormal` is right for denormals, and at least
+        // `normal` for normal numbers. So the smaller of `normal` and `denormal` is right. A multiplication of a
+        // denormal fp32 would be one operation, but takes Intel's processors more than a hundred cycles.
         let normal = magnitude + (112 << 23);
         let denormal = (f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(F16_NORMAL)).to_bits();
         let scaled = normal.min(denormal);
@@ -224,8 +224,8 @@ mod tests {
     }
 
     fn samples() -> impl Iterator<Item = f32> {
-        // The stride is odd, so the lower 16 bits take every value in `spread`. `ties` has the neighbours of each
-        // half-way point of both formats.
+        // The stride is odd, so the lower 16 bits take every value in `spread`. `ties` has each half-way point of both
+        // formats and the two neighbours of the point.
         let spread = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);

@@ -3,20 +3,20 @@
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// A mistake in the arguments of a call. The call has written nothing.
+/// A mistake in the arguments of a call or in `MEMASCEND_SIMD`. The call has written nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Two slices that describe the same elements differ in length.
-    #[error("{name} has {len} elements and {other} has {other_len}: pass equal lengths")]
+    /// The lengths of two slices that describe the same elements do not match.
+    #[error("{name} has {len} elements but needs {other_len} to match {other}: pass slices that match")]
     Length {
-        /// The slice that differs.
+        /// The slice that does not match `other`.
         name: &'static str,
-        /// The length of this slice.
+        /// The length of `name`.
         len: usize,
-        /// The slice that it was compared with.
+        /// The slice, or the parameter, that gives the length.
         other: &'static str,
-        /// The length of `other`.
+        /// The length that `name` needs.
         other_len: usize,
     },
 
@@ -32,26 +32,26 @@ pub enum Error {
     },
 
     /// `Weights` that need a 16-bit parameter got a parameter in fp32.
-    #[error("a float32 parameter has no separate master: pass a 16-bit parameter, or Weights::Single")]
+    #[error("only Weights::Single takes a float32 parameter: pass a 16-bit parameter, or Weights::Single")]
     Sixteen,
 
     /// A compact parameter has no place for its rounding bits, or has two places.
-    #[error("a compact parameter needs rounded_up if it has no second moment in fp32 or bfloat16: else pass None")]
+    #[error("rounded_up does not fit the moments: pass None with a second moment in fp32 or bfloat16, else a slice")]
     Signs,
 
-    /// The optimizer and the state have different numbers of moments.
-    #[error("{rule} needs state with {wanted}")]
+    /// The state does not have the moments that the optimizer or an argument needs.
+    #[error("{rule} needs state with {wanted}: pass state with these moments")]
     Moments {
-        /// The optimizer.
+        /// The optimizer or the argument.
         rule: &'static str,
-        /// The moments that the optimizer needs.
+        /// The moments that `rule` needs.
         wanted: &'static str,
     },
 
     /// A shard with 8-bit moments does not begin at the start of a block.
     #[error("the shard begins at element {first} of its parameter: with 8-bit moments, begin at a multiple of 256")]
     First {
-        /// The index of the first element in its parameter.
+        /// The index of the shard's first element in the whole parameter.
         first: u64,
     },
 

@@ -1,9 +1,10 @@
 //! SIMD kernels on slices. They check gradients for overflow, sum the squares of gradients, unscale gradients, update
 //! parameters by `AdamW`, `Adam` and SGD, and store optimizer state in fewer bits.
 //!
-//! Each algorithm is one loop. The compiler vectorises the loop once for each instruction set ([`Simd`]).
-//! [`Simd::chosen`] picks the fastest instruction set at run time. Every instruction set and every number of threads
-//! gives the same bits. The crate has no thread pool: a call starts its threads and ends them.
+//! Each kernel consists of plain loops. The compiler vectorises these loops once for each instruction set ([`Simd`]).
+//! [`Simd::chosen`] picks the fastest instruction set at run time, unless `MEMASCEND_SIMD` names one. Every instruction
+//! set and every number of threads gives the same bits; only the bits of a NaN may differ. The crate has no thread
+//! pool: a call starts its threads and ends them.
 
 #![expect(
     clippy::inline_always,

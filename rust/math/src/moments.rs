@@ -21,9 +21,9 @@ pub struct Codes<'a> {
 pub enum Moments<'a> {
     /// fp32.
     Single(&'a mut [f32], Option<&'a mut [f32]>),
-    /// bfloat16. The first moment is rounded to nearest even, and the second moment stochastically. The second moment
-    /// is an average over about a thousand steps. One step changes it by less than half a unit in the last place, so
-    /// rounding to nearest would never change it.
+    /// bfloat16. An update rounds the first moment to nearest even, and the second moment stochastically. With `beta2`
+    /// 0.999, the second moment is an average over about a thousand steps. One step mostly changes it by less than half
+    /// a unit in the last place, and rounding to nearest would lose this change.
     Bf16(&'a mut [Bf16], Option<&'a mut [Bf16]>),
     /// 8 bits, in the format of `bitsandbytes`.
     Blocks(Codes<'a>, Option<Codes<'a>>),

@@ -1,9 +1,9 @@
-//! Draws random bits from counters. An element's bits depend only on seed, parameter, step and index, so the division
-//! into shards and threads does not change them.
+//! Draws random bits from counters. An element's bits depend only on seed, parameter, step, index and purpose, so the
+//! division into shards and threads does not change them.
 //!
 //! The generator is Philox4x32-10 by Salmon, Moraes, Dror and Shaw ("Parallel random numbers: as easy as 1, 2, 3",
-//! 2011), which passes `BigCrush` for any pattern of keys and counters. Here the keys and counters have regular
-//! patterns, because the numbers of steps and elements grow by one. A cheaper hash may fail for regular patterns.
+//! 2011), which also passes `BigCrush` for regular patterns of keys and counters. Here the patterns are regular,
+//! because the numbers of steps and elements grow by one. A cheaper hash may fail for regular patterns.
 
 /// The number of elements that draw their bits together. A block of 8-bit moments has the same number of elements.
 pub(crate) const BLOCK: usize = 256;
@@ -13,8 +13,8 @@ const ROUNDS: usize = 10;
 const MULTIPLIERS: (u64, u64) = (0xD251_1F53, 0xCD9E_8D57);
 const WEYL: (u32, u32) = (0x9E37_79B9, 0xBB67_AE85);
 
-/// Identifies a parameter and its update. Random bits depend on the parameter, the update, and the index of the
-/// element.
+/// Identifies a seed, a parameter and its update. The random bits of an element also depend on the index of the element
+/// and on the purpose of the bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Random {
     /// A hash of the seed and the parameter.

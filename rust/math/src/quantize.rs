@@ -32,7 +32,7 @@ pub(crate) struct Map {
     signed: bool,
     below: Line,
     decades: [Decade; 4],
-    /// From this distance on, the code is the code of the number 1.
+    /// From this distance above `MIDDLE` on, the code is the code of the number 1.
     one_from: f32,
 }
 
@@ -125,7 +125,7 @@ impl Map {
         // Adds 1 to the code if the nearest number is 1, because the code of 1 follows the codes of the last decade.
         // The map has no -1, so only a positive `place` counts.
         let code = code + i32::from(place >= self.one_from);
-        // For a point below the middle, a signed map uses the code `126 - code`.
+        // For a point below the middle, a signed map uses the code `126 - code`, and an unsigned map uses the code 0.
         (if self.signed { (code + 128 - sign) ^ sign } else { code & !sign }) as u8
     }
 }
@@ -210,7 +210,7 @@ mod tests {
         let codes = MAPS.map(|map| searched(map.numbers));
         for bits in (0..=1.0_f32.to_bits()).step_by(every) {
             for share in [f32::from_bits(bits), -f32::from_bits(bits)] {
-                // The sum is exact in float64, and rounded once.
+                // The product and the sum are exact in float64. The cast to `f32` rounds them once.
                 let point = (f64::from((share + 1.0) * 0.5) * 65_535.0 + 0.5) as f32 as usize;
                 assert_eq!(nearest_point(share), point as i32, "{share:e}");
                 for (map, codes) in MAPS.iter().zip(&codes) {

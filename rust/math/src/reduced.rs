@@ -1,8 +1,8 @@
 //! Computes one step of an optimizer on reduced state: moments of 16 or 8 bits, a compact master, or no master.
 //!
-//! Each block of 256 elements is widened to fp32 on the stack, updated there, and rounded back. Stochastic rounding
-//! draws random bits by the element's index in the whole parameter, and a block of 8-bit codes has 256 elements too. So
-//! every shard that begins at the start of a block can be updated independently.
+//! Except in `narrow.rs`, each block of 256 elements is widened to fp32 on the stack, updated there, and rounded back.
+//! Stochastic rounding draws random bits by the element's index in the whole parameter, and a block of 8-bit codes has
+//! 256 elements too. So every shard that begins at the start of a block can be updated independently.
 
 use crate::{
     Error, Exec, Floats, Moments, Random, Result, Rule, Scalars, Weights,
@@ -78,12 +78,12 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Posit
     let formula = rule.formula()?;
     let (name, has_second) = match formula {
         Formula::Adam { .. } => ("Adam", true),
-        Formula::Momentum(_) => ("momentum", false),
+        Formula::Momentum(_) => ("SGD", false),
     };
     let lacks =
         matches!((&formula, &state.moments), (Formula::Momentum(numbers), Moments::Nothing) if numbers.has_momentum);
     if lacks || has_second != state.moments.has_second() {
-        let wanted = if has_second { "two moments" } else { "one moment" };
+        let wanted = if has_second { "two moments" } else { "one moment, or no moment if its momentum is 0" };
         return Err(Error::Moments { rule: name, wanted });
     }
     if grad.len() != state.weights.len() {
@@ -98,7 +98,8 @@ pub fn update(state: Reduced<'_>, grad: Floats<'_>, rule: &Rule, position: Posit
 }
 
 /// Writes the given parts of `wide` into `state`. Rounds to nearest, even if updates round this state stochastically.
-/// Parts that are not given stay unchanged.
+/// Parts that are not given stay unchanged, with one exception: if one of two 8-bit moments is given, the other moment
+/// is decoded and encoded again, which may change its codes.
 pub fn encode(wide: WideState<&[f32]>, state: Reduced<'_>, exec: Exec) -> Result<()> {
     wide_agrees(&state, wide.parts().copied().map(<[f32]>::len), wide.second.is_some())?;
     exec.run(Encode { wide, state }, GRAIN, Simd::run);
@@ -118,7 +119,7 @@ fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, ha
     state.agree()?;
     let other_len = state.weights.len();
     if has_second && !state.moments.has_second() {
-        return Err(Error::Moments { rule: "momentum", wanted: "one moment" });
+        return Err(Error::Moments { rule: "a wide second moment", wanted: "two moments" });
     }
     match lengths.find(|&len| len != other_len) {
         None => Ok(()),
@@ -145,14 +146,12 @@ impl Reduced<'_> {
         (Self { weights, moments }, Self { weights: weights_after, moments: moments_after })
     }
 
-    /// Loads a block of the state.
     #[inline(always)]
     fn load(&self, at: usize, len: usize, blocks: &mut Blocks) {
         self.moments.load(at, len, &mut blocks.first, &mut blocks.second);
         self.weights.load(at, len, &mut blocks.second, &mut blocks.master);
     }
 
-    /// Stores a block of the state.
     #[inline(always)]
     fn store(&mut self, at: usize, len: usize, blocks: &mut Blocks, drawn: (Option<Random>, u64)) {
         self.weights.store(at, len, &mut blocks.second, &blocks.master, drawn);
@@ -250,8 +249,8 @@ impl ReducedKernel<'_> {
 }
 
 impl ReducedKernel<'_> {
-    /// Returns the kernel of `narrow.rs` for this block. Returns `None` if `Narrow` does not support this state or this
-    /// optimizer.
+    /// Returns the kernel of `narrow.rs` for this block, and its scalars. Returns `None` if `Narrow` does not support
+    /// this state or this optimizer.
     #[inline(always)]
     fn narrow(&mut self, at: usize, len: usize) -> Option<(Narrow<'_>, Scalars)> {
         let Weights::Compact { values, rest, rounded_up: None } = &mut self.state.weights else { return None };
@@ -287,8 +286,8 @@ impl Kernel for Encode<'_> {
     fn run(mut self) {
         let mut blocks = Blocks::ZEROS;
         let signs = self.state.weights.needs_signs();
-        // Re-encoding may change 8-bit codes. So parts that are not given are stored only if the signs of the second
-        // moment store rounding bits.
+        // Re-encoding may change 8-bit codes. So if no moment is given, the moments are stored only if the signs of the
+        // second moment store rounding bits. Such moments do not have 8 bits.
         let weights = signs || self.wide.master.is_some();
         let moments = signs || self.wide.first.is_some() || self.wide.second.is_some();
         for at in (0..self.len()).step_by(BLOCK) {

@@ -1,9 +1,9 @@
-//! The hyperparameters of an optimizer's step, and the arithmetic of the step on one element.
+//! Describes one step of Adam or SGD, and computes SGD and the Adam of `bitsandbytes` on one element.
 
 use crate::{Error, Hyperparameters, Result, Scalars};
 
-/// The hyperparameters of one step of SGD with momentum. On fp32 state, the update gives the same bits as torch's
-/// `SGD`.
+/// The hyperparameters of one step of SGD, with or without momentum. On fp32 state, the update gives the same bits as
+/// torch's `SGD`.
 #[derive(Debug, Clone, Copy)]
 pub struct Momentum {
     /// Learning rate, at least 0.
@@ -118,21 +118,21 @@ impl Momentum {
         let number = |name, value, wanted| Err(Error::Number { name, value, wanted });
         for (name, value) in [("lr", self.lr), ("momentum", self.momentum), ("weight_decay", self.weight_decay)] {
             if !(0.0..=max).contains(&value) {
-                return number(name, value, "a finite number that is not negative");
+                return number(name, value, "a number that is finite in fp32 and not negative");
             }
         }
         if self.dampening.is_nan() || self.dampening.abs() > max {
             return number("dampening", self.dampening, "a number that is finite in fp32");
         }
-        // NaN is allowed: a NaN norm makes all updated values NaN, as in in-memory training.
+        // NaN is allowed: clipping by a NaN norm gives a NaN factor, which makes all updated values NaN, as in torch.
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
         if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
-            return number("dampening", self.dampening, "dampening 0 and a momentum above 0 with nesterov");
+            return number("dampening", self.dampening, "dampening 0 and a momentum above 0, because nesterov is true");
         }
         if self.step == 0 {
-            return number("step", 0.0, "the number of this update, which counts from 1");
+            return number("step", 0.0, "the number of this update, counted from 1");
         }
         Ok(MomentumScalars {
             grad_factor: if self.maximize { -self.grad_scale } else { self.grad_scale } as f32,
@@ -165,7 +165,7 @@ pub(crate) fn decaying_adam(
     (p + (m * s.step_size) / denominator, m, v)
 }
 
-/// Updates one element by SGD with momentum.
+/// Updates one element by SGD, with or without momentum.
 #[inline(always)]
 pub(crate) fn momentum(p: f32, g: f32, m: f32, s: &MomentumScalars) -> (f32, f32) {
     let g = g * s.grad_factor;

@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 
-/// A parameter group's hyperparameters at one step.
+/// The hyperparameters of one step of `AdamW` or `Adam`.
 #[derive(Debug, Clone, Copy)]
 pub struct Hyperparameters {
     /// Learning rate, at least 0.
@@ -89,7 +89,7 @@ impl Hyperparameters {
         let number = |name, value, wanted| Err(Error::Number { name, value, wanted });
         for (name, value) in [("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)] {
             if !not_negative(value) {
-                return number(name, value, "a finite number that is not negative");
+                return number(name, value, "a number that is finite in fp32 and not negative");
             }
         }
         for (name, value) in [("betas[0]", self.beta1), ("betas[1]", self.beta2)] {
@@ -102,7 +102,7 @@ impl Hyperparameters {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
         if self.step == 0 {
-            return number("step", 0.0, "the number of this update, which counts from 1");
+            return number("step", 0.0, "the number of this update, counted from 1");
         }
         Ok(())
     }

@@ -7,8 +7,8 @@ use crate::{Error, Result, mode::DefaultMode};
 /// The environment variable that forces an instruction set.
 const VARIABLE: &str = "MEMASCEND_SIMD";
 
-/// An instruction set that this processor has. Only code that detects instruction sets makes values of `Simd`, so a
-/// value proves that the processor has the instruction set.
+/// An instruction set that this processor has. Apart from [`Simd::PORTABLE`], only [`Simd::available`] makes values of
+/// `Simd`, after it has detected the instruction set. So a value proves that the processor has the instruction set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Simd(Level);
 
@@ -28,7 +28,8 @@ impl Simd {
     /// multiply-add, each `mul_add` is a slow call.
     pub const PORTABLE: Self = Self(Level::Portable);
 
-    /// Returns every instruction set that this processor has, fastest first; never empty.
+    /// Returns every instruction set that this processor has and for which the kernels are compiled, fastest first;
+    /// never empty.
     #[must_use]
     pub fn available() -> Vec<Self> {
         let mut found = Vec::new();
@@ -55,8 +56,8 @@ impl Simd {
         found
     }
 
-    /// Returns the instruction set that `MEMASCEND_SIMD` names, or the fastest one if the variable is not set. Reads
-    /// the variable once per process.
+    /// Returns the instruction set that `MEMASCEND_SIMD` names, or the fastest one if the variable is empty or not set.
+    /// Reads the variable once per process.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<Result<Simd>> = OnceLock::new();
         CHOSEN
@@ -117,8 +118,8 @@ impl fmt::Debug for Simd {
 
 /// A loop that is compiled for each instruction set. `run` and every function that it calls must be
 /// `#[inline(always)]`: a call that is not inlined runs code of the baseline. A closure must be inlined too. But
-/// `array::map` does not inline its closure in crates that are built without link-time optimisation, so kernels use
-/// plain loops.
+/// `array::map` does not inline its closure in crates that are built without link-time optimisation, so the inner loops
+/// of kernels are plain loops.
 pub(crate) trait Kernel {
     type Output;
     fn run(self) -> Self::Output;

@@ -32,7 +32,7 @@ impl Squares {
         Self { rest, ..Self::ZERO }
     }
 
-    /// Computes `self += other`, without rounding.
+    /// Computes `self += other`. Rounds only sums of float64 squares.
     pub fn merge(&mut self, other: &Self) {
         let mut carry = 0;
         for (word, more) in self.words.iter_mut().zip(other.words) {

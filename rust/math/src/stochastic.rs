@@ -1,7 +1,7 @@
-//! Rounds to 16 bits stochastically, so that the mean of many results is the number itself.
+//! Rounds fp32 numbers to bfloat16 or float16 stochastically: the mean of many results is close to the number itself.
 //!
-//! `drawn` is 16 uniformly random bits. A number becomes infinite only if rounding to nearest makes it infinite. An
-//! infinity stays an infinity, and a NaN stays a NaN.
+//! `drawn` is 16 uniformly random bits. A number becomes infinite only if rounding to nearest makes it infinite, so the
+//! mean deviates beyond the largest finite number. An infinity stays an infinity, and a NaN stays a NaN.
 
 use crate::{Bf16, Element, F16};
 
@@ -14,8 +14,8 @@ pub(crate) trait Stochastic: Element {
 }
 
 impl Stochastic for Bf16 {
-    /// Drops the lower half of the bits of `value`. This half is the exact probability of rounding up, in steps of
-    /// 2^-16.
+    /// Drops the lower half of the bits of `value`. This half, in units of 2^-16, is the exact probability of rounding
+    /// away from zero.
     #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "the upper half was shifted down")]
     fn rounded(value: f32, drawn: u16) -> Self {
@@ -34,8 +34,8 @@ impl Stochastic for Bf16 {
 }
 
 impl Stochastic for F16 {
-    /// The dropped bits, at most the highest 16, are the probability of rounding up. A normal number drops only 13
-    /// bits.
+    /// The dropped bits, at most the highest 16, are the probability of rounding away from zero. A normal number drops
+    /// only 13 bits.
     #[inline(always)]
     #[expect(
         clippy::cast_possible_truncation,
@@ -62,7 +62,8 @@ impl Stochastic for F16 {
 mod tests {
     use super::*;
 
-    /// Checks that each number is rounded to a neighbour, and that the mean over all drawn bits is the number.
+    /// Checks that each result is near the number, and that the mean over all drawn bits is the number. `exact` is the
+    /// largest relative error of the mean.
     fn expected_is_the_number<T: Stochastic>(values: impl Iterator<Item = f32>, exact: f64) {
         for value in values {
             let mut sum = 0.0;

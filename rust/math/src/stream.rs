@@ -1,11 +1,12 @@
 //! Writes large outputs past the caches.
 //!
 //! Before a normal write to a line that is not cached, the processor reads the line, which costs memory bandwidth. So
-//! `store` computes blocks in a buffer on the stack, and copies the blocks to the output with non-temporal writes.
+//! on x86-64, `store` computes blocks in a buffer on the stack, and copies the blocks to the output with non-temporal
+//! writes.
 
 use crate::Element;
 
-/// Calls with fewer elements use normal writes, because a reader may soon find their output in the caches.
+/// `adam` uses normal writes for an output with fewer elements, because a reader may soon find it in the caches.
 pub const STREAM_ELEMENTS_MIN: usize = 1 << 20;
 
 /// Elements of a block. In measurements, 128 and 4096 were slower by a tenth or more.
@@ -18,14 +19,15 @@ const LINE_BYTES: usize = 64;
 #[repr(C, align(64))]
 struct Buffer<T>([T; BLOCK]);
 
-/// Computes an output. This is a trait and not a closure, because `fill` must be `#[inline(always)]`: a call that is
-/// not inlined runs code of the baseline.
+/// Computes an output. This is a trait and not a closure, because `fill` must be `#[inline(always)]`: a function that
+/// is not inlined is compiled for the baseline instruction set.
 pub(crate) trait Fill<T> {
     /// Computes `out.len()` elements of the output, beginning at element `start`, into `out`.
     fn fill(&mut self, start: usize, out: &mut [T]);
 }
 
-/// Computes all of `out`. If `streaming`, writes through a buffer and past the caches.
+/// Computes all of `out`. On x86-64 and if `streaming` is true, writes whole blocks past the caches, and the elements
+/// before and after these blocks normally.
 #[inline(always)]
 pub(crate) fn store<T: Element>(out: &mut [T], streaming: bool, mut source: impl Fill<T>) {
     let streaming = streaming && cfg!(target_arch = "x86_64");

@@ -52,7 +52,7 @@ impl Weights<'_> {
         matches!(self, Self::Compact { rounded_up: None, .. })
     }
 
-    /// Fails unless the slices have equal lengths and the types that the variant needs.
+    /// Fails unless the lengths of the slices match, and the parameter has a type that the variant allows.
     pub(crate) fn agree(&self) -> Result<()> {
         let len = self.len();
         let lengths = match self {
@@ -100,7 +100,8 @@ impl Weights<'_> {
         }
     }
 
-    /// Loads a block of the master into `block`. Clears the signs in `second` that store the parameter's rounding bits.
+    /// Loads the `len` elements from `at` on into `block`: of the master, or of the parameter if it has no master.
+    /// Clears the signs in `second` if they store the parameter's rounding bits.
     #[inline(always)]
     pub(crate) fn load(&self, at: usize, len: usize, second: &mut Block, block: &mut Block) {
         match self {
@@ -131,7 +132,9 @@ impl Weights<'_> {
         }
     }
 
-    /// Stores `block`. Sets the signs in `second` that store the parameter's rounding bits.
+    /// Stores `len` elements of `block` from `at` on, in the parameter and in its master. Sets the signs in `second` if
+    /// they store the parameter's rounding bits. Stochastic rounding draws from `random` for element `from` and the
+    /// next elements; without `random`, rounds to nearest.
     #[inline(always)]
     pub(crate) fn store(
         &mut self,

@@ -55,7 +55,7 @@ fn noise(seed: u32) -> impl FnMut() -> u32 {
 impl Pair {
     fn new(len: usize, seed: u32, wild: bool, exec: Exec) -> Self {
         let mut next = noise(seed);
-        // Without `wild`, numbers have magnitudes from 1/2 to 1, so every step changes every number.
+        // Without `wild`, numbers have magnitudes from 1/2 to 1, where an update of about `lr` is not lost in rounding.
         let mut number = || f32::from_bits(if wild { next() } else { next() & 0x807F_FFFF | 0x3F00_0000 });
         let master: Vec<f32> = (0..len).map(|_| number()).collect();
         let exp_avg: Vec<f32> = (0..len).map(|_| number()).collect();
@@ -115,6 +115,6 @@ fn lengths_that_differ_are_refused() {
     let state = CompactState { values: &mut values, rest: &mut rest, exp_avg: &mut first, exp_avg_sq: &mut second };
     let scalars = numbers(1).scalars().unwrap_or_else(|error| panic!("{error}"));
     let message = adam_compact(state, Floats::F32(&[1.0; 8]), &scalars, execs()[0]).map_err(|error| error.to_string());
-    assert_eq!(message, Err("rest has 7 elements and values has 8: pass equal lengths".into()));
+    assert_eq!(message, Err("rest has 7 elements but needs 8 to match values: pass slices that match".into()));
     assert!(values.iter().all(|value| value.0 == 0));
 }

@@ -1,7 +1,7 @@
-//! Tests every kernel on every instruction set, on slices next to inaccessible pages.
+//! Tests `check`, `adam`, `adam_compact` and `widen` on every instruction set of this processor.
 //!
-//! Each kernel must give the same bits as a computation of one element at a time, and must access no byte outside its
-//! slices.
+//! All slices lie next to inaccessible pages, because a kernel must access no byte outside its slices. The elements
+//! must have the same bits as in a computation of one element at a time. `adam_compact` is compared with `adam`.
 
 use std::num::NonZeroUsize;
 
@@ -48,8 +48,8 @@ fn lengths() -> impl Strategy<Value = usize> {
     prop_oneof![0..100_usize, 2000..2100_usize, 4000..9000_usize]
 }
 
-/// Returns a length that is long enough for several threads and non-temporal stores. Under Valgrind, which is slow,
-/// `MEMASCEND_TEST_SHORT` selects a shorter length.
+/// Returns a length that is long enough for several threads and non-temporal stores. `MEMASCEND_TEST_SHORT`, which is
+/// for slow runs under Valgrind, selects a length that is too short for both.
 fn long() -> usize {
     if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 70_000 } else { (1 << 20) + 4321 }
 }
@@ -282,7 +282,7 @@ fn lengths_that_differ_are_refused_and_nothing_is_written() {
     let refused = adam(state, Floats::F32(&grad), None, &scalars, exec);
     assert_eq!(
         refused.map_err(|e| e.to_string()),
-        Err("grad has 7 elements and master has 8: pass equal lengths".into())
+        Err("grad has 7 elements but needs 8 to match master: pass slices that match".into())
     );
     assert!(widen(Floats::F32(&grad), &mut p, exec).is_err());
     assert!(check_and_unscale(FloatsMut::F32(&mut p), f32::NAN, exec).is_err());

@@ -1,8 +1,8 @@
-//! Tests updates of optimizer state in reduced precision, on every instruction set. The reference is plain code that
-//! updates one element at a time. All slices lie next to inaccessible pages.
+//! Tests updates of optimizer state in reduced precision, on every instruction set of this processor. The reference is
+//! plain code that updates one element at a time. All tensors of the state lie next to inaccessible pages.
 //!
-//! A shard that begins at the start of a block must get the same bits as the same range in an update of the whole
-//! parameter.
+//! A shard must get the same bits as the same range in an update of the whole parameter. With 8-bit moments, the shard
+//! must begin at the start of a block.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -153,8 +153,8 @@ impl Wide {
         Self { master: vec![0.0; len], first: vec![0.0; len], second: vec![0.0; len] }
     }
 
-    /// Returns random numbers of all magnitudes, including zeros and denormals. With `wild`, some numbers are
-    /// infinities and NaNs.
+    /// Returns a state of random numbers of magnitudes up to 2, including zeros and denormals. With `wild`, some
+    /// numbers have any bits, so that they may be larger, infinite or NaN.
     fn noise(len: usize, seed: u64, wild: bool) -> Self {
         let mut next = noise(seed);
         let mut wide = Self::zeros(len);
@@ -232,8 +232,8 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
-/// Returns the two 16-bit numbers next to `value`, converted to fp32. Stochastic rounding gives one of these two
-/// numbers.
+/// Returns the two 16-bit numbers between which `value` lies, converted to fp32. Stochastic rounding gives one of these
+/// two numbers. Returns `value` twice if it is a 16-bit number itself.
 fn neighbours(value: f32, is_f16: bool) -> [f32; 2] {
     let nearest = if is_f16 { F16::from_f32(value).0 } else { Bf16::from_f32(value).0 };
     let wide = |bits: u16| if is_f16 { F16(bits).to_f32() } else { Bf16(bits).to_f32() };
@@ -283,7 +283,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
                     assert!(!form.has_second || round_stochastic(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
                     assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan());
                 }
-                // This test checks only the sign. Tests that compare with torch check the 8-bit codes.
+                // For 8-bit codes, this function checks only the sign. Tests that compare with torch check the codes.
                 Moment::Blocks => assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan()),
             }
         }
@@ -380,8 +380,7 @@ fn a_small_change_of_a_second_moment_is_not_lost() {
             .unwrap_or_else(|error| panic!("{error}"));
     }
     let mean = memory.wide().second.iter().map(|&v| f64::from(v)).sum::<f64>() / len as f64;
-    // The mean over 4,096 elements has a standard deviation of about 0.0007, so 0.004 is more than five standard
-    // deviations.
+    // The mean over 4,096 elements has a standard deviation of about 0.0004, so 0.004 is about ten standard deviations.
     assert!((mean - 0.999_f64.powi(1000)).abs() < 0.004, "{mean}");
 }
 

@@ -1,5 +1,5 @@
-//! Tests sums of squares against exact integers, on every instruction set and with several numbers of threads. A sum
-//! must not depend on the order of the values, or on their division into parts.
+//! Tests sums of squares against exact integers, on every instruction set of this processor and with several numbers of
+//! threads. A sum must not depend on the order of the values, or on their division into parts.
 
 #![expect(
     clippy::cast_possible_truncation,
@@ -97,7 +97,8 @@ fn execs() -> Vec<Exec> {
     Simd::available().into_iter().map(|simd| exec.with_simd(simd)).collect()
 }
 
-/// Returns random values whose exponents lie at most `spread` below `largest`. About one value in 16 is zero.
+/// Returns random values whose exponents lie between `largest - spread` and `largest`, as far as `T` has these
+/// exponents. About one value in 16 is zero.
 fn spread<T: Element>(len: usize, largest: i32, spread: u32, seed: u64) -> Vec<T> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
     let mut next = || {
@@ -135,8 +136,8 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
     }
 }
 
-/// Sums two nonzero numbers among zeros. The kernel's function `column` converts each zero to a tiny number, and these
-/// tiny numbers must not change the sum.
+/// Sums two nonzero numbers among zeros. For bf16, the kernel's function `column` converts each zero to a tiny number,
+/// and these tiny numbers must not change the sum.
 #[test]
 fn zeros_add_nothing() {
     for low in (0..254).step_by(3) {
@@ -171,14 +172,15 @@ proptest! {
 }
 
 /// The float64 lanes of `check` add exactly only while the exponents in a block are close enough. This test sums blocks
-/// within and beyond this limit. In each block, one element is small, and all other elements are as large as possible.
+/// within and beyond this limit. One element is about `2^-below`. All other elements are `largest`, whose significand
+/// is all ones.
 #[test]
 fn the_largest_sums_with_the_smallest_squares() {
     fn ends<T: Wrapped>(largest: T, precision: i32) {
         for below in 0..60 {
             for len in [2048, 4096] {
                 let mut values = vec![largest; len];
-                // `one` is the smallest element of the block. The last bit of its significand is set.
+                // The last bit of the significand of `one`, which has `precision` bits, is set.
                 let one = 2.0_f32.powi(-below) * (1.0 + 2.0_f32.powi(1 - precision));
                 values[len / 2 + 3] = T::from_f32(one);
                 for exec in execs() {

@@ -1,9 +1,9 @@
-//! Divides a region of memory into slots of planned sizes, once, and leases the slots. A lease holds a slot until the
-//! lease is dropped.
+//! Divides a region of memory into slots of planned sizes, and leases the slots. A lease holds a slot until the lease
+//! is dropped.
 //!
 //! All slots of one size are a class. A lease takes a slot of the smallest class that fits, never of a larger class. So
-//! if a plan has room for a set of leases, these leases can be taken in every order. Taking or returning a slot costs a
-//! short lock and a few atomic operations, and allocates no memory.
+//! if a plan has room for a set of leases, these leases can be taken in every order. Taking a free slot or returning a
+//! slot costs a short lock and a few atomic operations, and allocates no memory.
 
 use std::{
     collections::BTreeMap,
@@ -88,7 +88,9 @@ impl Arena {
     /// this size.
     ///
     /// # Errors
-    /// [`Error::RegionTaken`] if another living arena divides the region.
+    /// [`Error::Invalid`] if the plan `classes` is invalid, [`Error::RegionTooSmall`] if the region is too small for
+    /// the plan, [`Error::RegionTaken`] if another living arena divides the region, [`Error::Closed`] if the region is
+    /// closed, and [`Error::Forked`] in a forked child.
     pub fn new(region: &Region, classes: &[(usize, usize)]) -> Result<Self> {
         let shared = region.claim(|| {
             let layout = Layout::new(classes, region.bytes())?;
@@ -110,7 +112,8 @@ impl Arena {
         self.shared.owners.named(name)
     }
 
-    /// Takes a slot of the smallest class that fits `nbytes` bytes. If no such slot is free, waits for one.
+    /// Takes a slot of the smallest class that fits `nbytes` bytes. If no such slot is free, waits for one as long as
+    /// `wait` allows.
     pub fn lease(&self, nbytes: usize, owner: OwnerId, mut wait: Wait<'_>) -> Result<Lease> {
         let shared = &self.shared;
         shared.region.inner().usable()?;
@@ -142,7 +145,7 @@ impl Arena {
         size_of::<Shared>() + slots * SLOT_TABLE_BYTES + classes.len() * CLASS_TABLE_BYTES
     }
 
-    /// Returns how many leases of `nbytes` bytes the arena can grant without a wait.
+    /// Returns the number of free slots of the class that serves leases of `nbytes` bytes.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let class = self.shared.layout.class_for(nbytes)?;
         let count = self.shared.layout.classes()[class].count;

@@ -2,9 +2,9 @@
 //! it.
 //!
 //! This file creates no CUDA context: it registers memory only in a process that has a context already. It uses the
-//! current context of the calling thread. If the thread has none, it uses the primary context of any device that has an
-//! active one. `ignore_captures` keeps threads of this library from invalidating CUDA graphs that other threads
-//! capture.
+//! current context of the calling thread. If the thread has none, it uses the primary context of the first device whose
+//! primary context is active. `ignore_captures` keeps the calling thread from invalidating CUDA graphs that other
+//! threads capture.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -29,7 +29,7 @@ pub(crate) enum Search {
     Load,
 }
 
-/// The driver functions that this file calls.
+/// The driver functions that [`Registration`] calls.
 #[derive(Clone, Copy)]
 struct Driver {
     init: unsafe extern "C" fn(c_uint) -> CuResult,
@@ -46,8 +46,9 @@ struct Driver {
 }
 
 /// Sets the capture mode of the calling thread, so that its calls do not invalidate a CUDA graph that another thread
-/// captures. In the default mode, an event query by any thread makes such a capture fail. Returns false if the mode
-/// could not be set. If the process has not loaded the driver, no thread captures a graph, so a failure is harmless.
+/// captures. In the default mode, an event query by the calling thread can make such a capture fail. Returns false if
+/// the mode could not be set, for example if the process has not loaded the driver. Without the driver, no thread
+/// captures a graph.
 #[must_use]
 pub fn ignore_captures() -> bool {
     let Ok(library) = open(Search::Loaded) else { return false };
@@ -71,7 +72,7 @@ pub(crate) struct Registration {
 
 // SAFETY: any thread may call the driver's functions; `start` is only passed to these functions, never dereferenced.
 unsafe impl Send for Registration {}
-// SAFETY: `&Registration` has no operations.
+// SAFETY: the only operation on `&Registration` is `Debug`, which prints the address.
 unsafe impl Sync for Registration {}
 
 impl std::fmt::Debug for Registration {
@@ -119,7 +120,7 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // The thread that drops this value may have no CUDA context, for example a thread of autograd or a finalizer.
         // `enter` finds a context of this process, and every context can unregister portable memory. If `enter` fails,
-        // the driver is shutting down and has released the memory.
+        // for example because the driver is shutting down, no context can unregister the memory.
         let mut entered = None;
         if self.driver.enter(&mut entered).is_ok() {
             // SAFETY: `new` registered the memory, and only this `drop` unregisters it.
@@ -142,7 +143,7 @@ fn open(search: Search) -> Result<NonNull<c_void>, String> {
     NonNull::new(library).ok_or_else(|| match search {
         Search::Loaded => "this process does not use CUDA (libcuda.so.1 is not loaded)".into(),
         Search::Load => {
-            "libcuda.so.1 was not found: install the NVIDIA driver, or add its folder to LD_LIBRARY_PATH".into()
+            "libcuda.so.1 cannot be loaded: install the NVIDIA driver, or add its folder to LD_LIBRARY_PATH".into()
         }
     })
 }
@@ -177,7 +178,8 @@ impl Driver {
     }
 
     /// Ensures that this thread has a current context. If the thread has none, looks for a device whose primary context
-    /// is active, pushes this context, and stores the device in `retained`. `leave` pops the pushed context.
+    /// is active, retains and pushes this context, and stores the device in `retained`. `leave` pops the pushed
+    /// context, and the caller releases it.
     fn enter(&self, retained: &mut Option<c_int>) -> Result<(), String> {
         let mut context = ptr::null_mut();
         // SAFETY: `context` is valid for writes.

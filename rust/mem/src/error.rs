@@ -30,8 +30,8 @@ impl fmt::Display for Holders<'_> {
     }
 }
 
-/// Formats a number of bytes with three digits, in the largest unit in which the number is at least 1. Rounds up if
-/// `up` is true, else down.
+/// Formats a number of bytes in the largest unit in which the number is at least 1, with three significant digits, or
+/// with its whole part if this is longer. Drops trailing zeros of the fraction. Rounds up if `up` is true, else down.
 fn shown(nbytes: usize, up: bool) -> String {
     const UNITS: [&str; 6] = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let unit = (nbytes.max(1).ilog2() as usize / 10).min(UNITS.len() - 1);
@@ -57,9 +57,9 @@ pub enum Error {
     Invalid(String),
 
     /// The caller asked for pinned memory, but pinning failed.
-    #[error("memory cannot be pinned as asked: {why}")]
+    #[error("memory cannot be pinned as asked: {why}; or pass pin=\"auto\", which accepts memory that is not pinned")]
     PinRefused {
-        /// The reason and the remedy.
+        /// The reason and, if there is one, a remedy.
         why: String,
     },
 
@@ -71,19 +71,18 @@ pub enum Error {
     RegionTooSmall {
         /// Bytes of the region.
         region_bytes: usize,
-        /// Bytes of the smallest layout, in which no slot is aligned.
+        /// Bytes of the smallest layout, which has no bytes for alignment.
         needed_bytes: usize,
     },
 
     /// The machine or the cgroup has too little free memory.
     #[error(
-        "{} of memory are needed, but only {} are available ({limited_by}): use less memory, free some memory, or \
-         raise \
-         this limit",
+        "{} of memory are needed, but only {} are available ({limited_by}): use less memory, free some memory, or, if \
+         a cgroup sets this limit, raise the limit",
         shown(*needed_bytes, true), shown(*available_bytes, false)
     )]
     OutOfMemory {
-        /// Bytes that the caller asked for.
+        /// Bytes that the caller asked for, rounded up to whole pages.
         needed_bytes: usize,
         /// Bytes that are available.
         available_bytes: usize,
@@ -91,7 +90,7 @@ pub enum Error {
         limited_by: String,
     },
 
-    /// Every class of the plan is too small, so waiting would not help.
+    /// Every class of the plan is too small for the lease, so waiting would not help.
     #[error(
         "a lease of {asked_bytes} bytes can never be granted: the largest class of this arena is {largest_class_bytes} \
          bytes; plan a class of at least {asked_bytes} bytes"
@@ -123,7 +122,7 @@ pub enum Error {
         holders: Vec<Holder>,
     },
 
-    /// The poll function of the caller stopped a wait or a mapping.
+    /// The poll function of the caller stopped a wait for a slot, or the creation of a region.
     #[error("the wait for {asked_bytes} bytes of memory was interrupted; repeat the call")]
     Interrupted {
         /// Bytes that the caller asked for.

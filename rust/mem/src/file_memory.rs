@@ -1,13 +1,13 @@
 //! Maps files as memory. Writes of a forked child to such memory do not reach the file.
 //!
-//! The kernel can write the pages of a shared mapping back to the file and then drop them. So even a large mapping does
-//! not take memory for long. But a forked child would share this mapping with its parent, and writes of the child would
-//! reach the file.
+//! The kernel can write the pages of a shared mapping back to the file and then drop them. So even a large mapping need
+//! not stay in memory. But a forked child would share this mapping with its parent, and writes of the child would reach
+//! the file.
 //!
 //! [Note: twin mappings] So each file is mapped a second time, privately. The private mapping takes addresses, but no
 //! memory, because no code accesses it. In a forked child, the fork handler moves the private mapping to the addresses
-//! of the shared mapping, before other code of the child runs. The child then reads the file. If the child writes to a
-//! page, it gets a private copy of this page.
+//! of the shared mapping, before `fork` returns. The child then reads the file. If the child writes to a page, it gets
+//! a private copy of this page.
 
 use std::{
     fs::File,
@@ -102,7 +102,7 @@ impl Drop for FileMemory {
 /// The two mappings of one file. See [Note: twin mappings].
 pub(crate) struct Twins {
     shared: NonNull<u8>,
-    /// `None` in a forked child, where `part` has moved the private mapping.
+    /// `None` in a forked child, where `part` has taken the private mapping.
     private: Option<NonNull<u8>>,
     bytes: usize,
 }
@@ -111,8 +111,8 @@ pub(crate) struct Twins {
 unsafe impl Send for Twins {}
 
 impl Twins {
-    /// Moves the private mapping over the shared mapping. This runs in a forked child, where only system calls are
-    /// allowed.
+    /// Moves the private mapping over the shared mapping. If the move fails, makes the shared mapping read-only. This
+    /// runs in a forked child, where only system calls are allowed.
     pub(crate) fn part(&mut self) {
         let Some(private) = self.private.take() else { return };
         let writable = MprotectFlags::READ | MprotectFlags::WRITE;

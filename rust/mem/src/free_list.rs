@@ -1,7 +1,7 @@
 //! The free slots of one class: a vector behind a lock, from which threads take slots.
 //!
-//! The slot that was returned last is taken first, so the slots in use stay in the cache. No function allocates after
-//! `new`.
+//! The slot that was returned last is taken first, because its memory may still be in the processor's caches. No
+//! function except `new` allocates memory.
 
 use crate::guarded::{Ended, Guarded, Wait};
 
@@ -22,7 +22,7 @@ impl FreeList {
         Self(Guarded::new(Slots { free: (0..count).rev().collect(), closed: false }))
     }
 
-    /// Takes a slot. Returns `None` if no slot is free. Never waits.
+    /// Takes a slot. Returns `None` if no slot is free. Does not wait for a slot.
     pub(crate) fn try_take(&self) -> Option<u32> {
         self.0.lock().free.pop()
     }
@@ -33,7 +33,8 @@ impl FreeList {
         self.0.notify_one();
     }
 
-    /// Waits for a free slot and takes it. Returns `None` once the list is closed.
+    /// Waits for a free slot and takes it. Returns `None` once the list is closed, and an error if `wait` ends the
+    /// wait.
     pub(crate) fn take(&self, wait: &mut Wait<'_>) -> Result<Option<u32>, Ended> {
         let mut state = self.0.wait_until(wait, |state| state.closed || !state.free.is_empty())?;
         Ok(if state.closed { None } else { state.free.pop() })

@@ -72,7 +72,7 @@ impl GrowingArena {
     }
 
     /// Takes a slot of the smallest planned class that fits. If no planned slot of this class is free, takes an added
-    /// slot. If no added slot is free, waits for a planned slot.
+    /// slot. If no added slot is free, waits for a planned slot as long as `wait` allows.
     pub fn lease(&self, nbytes: usize, owner: &str, wait: Wait<'_>) -> Result<Lease> {
         if self.planned.arena.free_slots(nbytes)? == 0 {
             let bound = self.bound(nbytes)?;
@@ -85,7 +85,7 @@ impl GrowingArena {
         self.planned.arena.lease(nbytes, self.planned.arena.owner(owner)?, wait)
     }
 
-    /// Returns how many leases of `nbytes` bytes the arena can grant without a wait.
+    /// Returns the number of free slots, planned and added, of the class that serves leases of `nbytes` bytes.
     pub fn free_slots(&self, nbytes: usize) -> Result<usize> {
         let planned = self.planned.arena.free_slots(nbytes)?;
         let bound = self.bound(nbytes)?;
@@ -101,7 +101,8 @@ impl GrowingArena {
         self.planned.held_bytes() + self.added().iter().map(Part::held_bytes).sum::<usize>()
     }
 
-    /// Rejects new leases and ends every wait for a lease. Each region is unmapped when its last lease is dropped.
+    /// Rejects new leases and ends every wait for a lease. Each region is unmapped at once if it has no lease, else
+    /// when its last lease is dropped.
     pub fn close(&self) {
         self.planned.region.close();
         self.added().iter().for_each(|part| part.region.close());

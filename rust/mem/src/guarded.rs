@@ -1,4 +1,5 @@
-//! Guards state with a lock, and lets threads wait until the state changes. All crates use this wait loop.
+//! Guards state with a lock, and lets threads wait until the state changes. `nvme`, `store` and `engine` use this wait
+//! loop, too.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -103,8 +104,9 @@ impl<T> Guarded<T> {
         state
     }
 
-    /// Waits until `ready` returns true, and returns the locked state. Does not hold the lock while `keep_waiting`
-    /// runs, because `keep_waiting` may take other locks, such as the global lock of Python.
+    /// Waits until `ready` returns true, and returns the locked state. Returns an error if `wait` ends the wait
+    /// earlier. Does not hold the lock while `keep_waiting` runs, because `keep_waiting` may take other locks, such as
+    /// the global lock of Python.
     pub fn wait_until(&self, wait: &mut Wait<'_>, ready: impl Fn(&T) -> bool) -> Result<MutexGuard<'_, T>, Ended> {
         let began = Instant::now();
         // A deadline that the clock cannot represent counts as no deadline.
@@ -145,7 +147,7 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 }
 
 /// Locks `mutex`, even if a thread has panicked while it held the lock. Use this only if a panic cannot leave the data
-/// half-written. The thread that catches the panic reports the panic to all waiting threads.
+/// half-written.
 pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

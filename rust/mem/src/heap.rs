@@ -6,12 +6,13 @@
 //! allocated in another hole, so memory would grow with the depth of the model. An allocation that occupies a hole
 //! prevents this. It costs no memory, because no code touches its pages.
 //!
-//! glibc raises its mapping threshold, up to 32 MiB, each time a mapping is freed. Gradients below this threshold would
-//! be allocated in the heap, and small allocations between them would keep the heap from shrinking. So this module sets
-//! a fixed threshold.
+//! If a mapping is freed, glibc raises its mapping threshold to the size of the mapping, up to 32 MiB. Gradients below
+//! this threshold would be allocated in the heap, and small allocations between them would keep the heap from
+//! shrinking. So this module sets a fixed threshold.
 //!
-//! From a step with a large batch on, freed memory stays in the heap. If it returned to the system, the kernel would
-//! have to fill new pages with zeros for the next step. This would take up to a third of the time of the step.
+//! From a step with a large batch on, freed memory stays in the heap, if enough memory is available. If it returned to
+//! the system, the kernel would have to fill new pages with zeros for the next step. This would take up to a third of
+//! the time of the step.
 
 use std::{
     env,
@@ -24,35 +25,36 @@ use crate::{limits::memory_limits, page_bytes};
 /// Allocations of at least this many bytes become mappings. A threshold of 32 KiB would make a step of a model of 125 M
 /// parameters take a quarter longer, and would save 28 MB of 393 MB. `benchmarks/heap.py` compares other values.
 const MAPPED_FROM_BYTES: libc::c_int = 1 << 20;
-/// How many free bytes stay at the end of the heap. This is twice the mapping threshold, which is the ratio that glibc
-/// uses.
+/// How many free bytes may stay at the end of the heap. This is twice the mapping threshold, which is the ratio that
+/// glibc uses.
 const KEPT_AT_END_BYTES: libc::c_int = 2 * MAPPED_FROM_BYTES;
 /// The mapping threshold after a step with a large batch. It is the highest threshold that glibc accepts.
 const MAPPED_FROM_BYTES_MAX: libc::c_int = 32 << 20;
 /// A trim threshold with which glibc never trims the end of the heap.
 const NEVER: libc::c_int = -1;
-/// A batch is large if each forward and backward touches many new pages: more than `LARGE_TIMES` times the bytes of the
-/// model, and more than `LARGE_BYTES`.
+/// A batch is large if the forwards and backwards of a step touch many new pages: on average, each pair touches more
+/// bytes than `LARGE_TIMES` times the bytes of the model, and more than `LARGE_BYTES`.
 const LARGE_TIMES: u64 = 3;
 const LARGE_BYTES: u64 = 256 << 20;
-/// The size in bytes of the smallest hole that is occupied. Smaller holes remain for small allocations of the process.
+/// The size in bytes of the smallest allocation that occupies a hole. Smaller holes remain for small allocations of the
+/// process.
 const HOLE_BYTES: u16 = 32 << 10;
 /// The size in bytes of the largest allocation that occupies a hole. A larger hole gets several allocations.
 const HOLE_BYTES_MAX: usize = 256 << 20;
 /// The environment variable that turns this module off: `MEMASCEND_MALLOC=system` leaves the heap unchanged.
 const VARIABLE: &str = "MEMASCEND_MALLOC";
-/// If one of these environment variables is set, the user has chosen the thresholds of glibc. This module then does not
-/// change the thresholds.
+/// If one of these environment variables is set, this module assumes that the user has chosen the thresholds of glibc.
+/// It then changes no threshold and occupies no hole.
 const OF_GLIBC: [&str; 2] = ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"];
 
 #[derive(Debug)]
 struct Heap {
     /// Addresses of the allocations that occupy holes.
     occupied: Vec<usize>,
-    /// The result of [`touched_bytes`] at the end of the last step, or at the start of the first backward. `None`
-    /// before the first backward.
+    /// The result of [`touched_bytes`] at the end of the last step, or at the start of the first backward. `None` until
+    /// the first backward after [`settle_heap`].
     touched: Option<u64>,
-    /// True after a step with a large batch. Freed memory then stays in the heap.
+    /// True if freed memory stays in the heap: after a step with a large batch, if enough memory was available.
     keeps: bool,
 }
 
@@ -86,14 +88,14 @@ pub fn settle_heap() {
     (heap.touched, heap.keeps) = (None, false);
 }
 
-/// Records how many bytes the process has touched when the first backward begins. Pages that were touched earlier do
-/// not count, because they may be permanent and say nothing about the batch.
+/// Records, when the first backward after [`settle_heap`] begins, how many bytes the process has touched. Pages that
+/// were touched earlier do not count, because they may be permanent and say nothing about the batch.
 pub fn begin_heap_backward() {
     heap().touched.get_or_insert_with(touched_bytes);
 }
 
 /// Ends a step with `backwards` backward passes. Returns freed memory to the system, until a step has a large batch.
-/// The heap keeps freed memory from such a step on, if more than half as many bytes are available as an average pass
+/// From such a step on, the heap keeps freed memory, if the available memory is more than half of what an average pass
 /// touched.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
@@ -148,7 +150,8 @@ fn set_thresholds(mapped_from: libc::c_int, kept: libc::c_int) {
 }
 
 /// Occupies the free holes below the end of the heap, with the largest allocations first. `trim` has returned the pages
-/// of these holes to the system, and no code touches the new allocations, so they cost no memory.
+/// of these holes to the system, and no code touches the new allocations, so they cost no memory. Changes the
+/// thresholds: the caller must set them afterwards.
 fn occupy(occupied: &mut Vec<usize>) {
     // SAFETY: `sbrk(0)` only returns the end of the heap.
     let end = || unsafe { libc::sbrk(0) } as usize;
@@ -156,7 +159,7 @@ fn occupy(occupied: &mut Vec<usize>) {
     let mut bytes = HOLE_BYTES_MAX;
     // An allocation that fits no hole becomes a mapping, at an address outside the heap.
     set_thresholds(HOLE_BYTES.into(), NEVER);
-    // If the heap grows, mmap has failed because the process has too many mappings: stop.
+    // If the heap grows, mmap has failed, for example because the process has too many mappings: stop.
     while bytes >= HOLE_BYTES.into() && end() == top {
         // SAFETY: `malloc` is called with a non-zero size; the memory is never accessed.
         let address = unsafe { libc::malloc(bytes) };

@@ -1,10 +1,10 @@
 //! Allocates host memory once, pins it, divides it into slots, and counts the leased bytes of each owner.
 //!
-//! A [`Region`] is page-aligned memory. It is on huge pages and pinned if possible. An [`Arena`] divides a region into
-//! slots of exact sizes, once. Leasing or returning a slot never allocates memory and never fragments it. A
-//! [`ChunkRing`] is an arena with slots of one size. A [`Lease`] holds a slot until the lease is dropped. Every leased
-//! byte is counted under the name of its owner. A [`FileMemory`] is not a region: it maps a file, and the kernel can
-//! write the pages of the file back and drop them.
+//! A [`Region`] is page-aligned memory. It is on huge pages if possible, and pinned as [`Pin`] says. An [`Arena`]
+//! divides a region into slots of exact sizes. Taking a free slot or returning a slot allocates and fragments no
+//! memory. A [`ChunkRing`] is an arena with slots of one size. A [`Lease`] holds a slot until the lease is dropped.
+//! Every leased byte is counted under the name of its owner. A [`FileMemory`] is not a region: it maps a file, and the
+//! kernel can write the pages of the file back and drop them.
 
 mod arena;
 mod cuda;

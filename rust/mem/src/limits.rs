@@ -1,8 +1,8 @@
 //! Reads how much more memory this process may allocate and pin. The limits come from the machine, from the cgroups of
 //! the process, and from `RLIMIT_MEMLOCK`.
 //!
-//! `Region` reads the limits before it populates memory. If a process exceeds the limit of its cgroup, the kernel kills
-//! the process instead of returning an error.
+//! `Region` reads the limits before it populates memory. If a process exceeds the limit of its cgroup, the kernel may
+//! kill the process instead of returning an error.
 
 use std::{
     fs,
@@ -32,7 +32,7 @@ pub struct MemoryLimits {
     pub memlock: (Option<usize>, Option<usize>),
 }
 
-/// Reads the limits from a few small files.
+/// Reads the limits from `/proc`, from files of the cgroups, and with `getrlimit`.
 #[must_use]
 pub fn memory_limits() -> MemoryLimits {
     let machine = Headroom {
@@ -56,12 +56,13 @@ pub fn memory_limits() -> MemoryLimits {
 /// A cgroup with a memory limit.
 struct Group {
     limit: usize,
-    /// Bytes that the kernel cannot reclaim at once: the memory that the cgroup uses, minus the page cache of files.
+    /// The bytes that the cgroup uses, without the page cache of files, which the kernel can reclaim.
     held: usize,
     folder: PathBuf,
 }
 
-/// The file names of one cgroup version: limit, usage, and the counters of reclaimable page cache.
+/// The names that one cgroup version uses: the files of limit and usage, and the counters of page cache in
+/// `memory.stat`.
 struct Files {
     limit: &'static str,
     usage: &'static str,
@@ -75,8 +76,8 @@ const V1: Files = Files {
 };
 const V2: Files = Files { limit: "memory.max", usage: "memory.current", cache: ["inactive_file", "active_file"] };
 
-/// Returns the cgroups of this process that have a memory limit. The cgroup of the process itself comes first, then the
-/// parents of this cgroup.
+/// Returns the cgroups of this process that have a memory limit. In each hierarchy, the cgroup of the process itself
+/// comes first, then the ancestors of this cgroup that are visible here.
 fn cgroups() -> Vec<Group> {
     let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -92,8 +93,8 @@ fn cgroups() -> Vec<Group> {
             continue;
         };
         // Several mounts may show parts of the cgroup tree, including parts of other containers. Choose the mount whose
-        // root is the highest ancestor of our cgroup. Inside a container, there may be no such mount. Then take the
-        // first mount, because the container has only one mount, and its root is our cgroup.
+        // root is the highest ancestor of this process's cgroup. Inside a container, there may be no such mount. Then
+        // take the first mount: a container usually has only one, whose root is this process's cgroup.
         let shown: Vec<(PathBuf, PathBuf)> = mounts.lines().filter_map(|line| cgroup_mount(line, kind)).collect();
         let best = shown
             .iter()
@@ -107,7 +108,7 @@ fn cgroups() -> Vec<Group> {
 }
 
 /// Returns the root and the mount point from a line of mountinfo. Returns `None` if the line is not a mount of `kind`,
-/// or is a mount without the memory controller.
+/// or is a mount of cgroup version 1 without the memory controller.
 fn cgroup_mount(line: &str, kind: &str) -> Option<(PathBuf, PathBuf)> {
     let (left, right) = line.split_once(" - ")?;
     let mut right = right.split(' ');
@@ -145,8 +146,8 @@ fn meminfo(name: &str) -> Option<usize> {
     value.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// Returns the free bytes of the machine, for the case that /proc is not mounted. The number is lower than
-/// `MemAvailable`, which also counts most of the page cache.
+/// Returns the free bytes of the machine, for the case that `/proc/meminfo` cannot be read. The number is usually lower
+/// than `MemAvailable`, which also counts most of the page cache.
 fn free() -> Option<usize> {
     let info = rustix::system::sysinfo();
     let units = usize::try_from(info.freeram.checked_add(info.bufferram)?).ok()?;

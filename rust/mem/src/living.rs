@@ -2,9 +2,10 @@
 //! the list during the fork.
 //!
 //! [Note: forked child] A child has copies of the memory and locks of its parent, but only the thread that forked. A
-//! lock that another thread held at the fork stays locked in the child for ever. So `Region` and `Arena` ask `Maker`
-//! whether they are in a child, before they take a lock. In a child, their methods return an error or do nothing. The
-//! lock of this list is safe, because the forking thread itself holds it and releases it.
+//! lock that another thread held at the fork stays locked in the child for ever. So before `Region` and `Arena` take a
+//! `Mutex`, they check with `Maker` whether this process is such a child. In a child, they do not take it: leasing
+//! returns an error, and dropping a lease does nothing. The lock of this list is safe, because the forking thread
+//! itself holds it and releases it.
 
 use std::{
     cell::RefCell,
@@ -63,8 +64,8 @@ impl Maker {
 
 fn watch_forks() {
     HOOK.call_once(|| {
-        // SAFETY: the handlers run on the thread that forks. They only take and release a lock, change an atomic, and
-        // make system calls. They are functions of this library, which is never unloaded.
+        // SAFETY: the handlers run on the thread that forks. They only take and release a lock, change an atomic and a
+        // thread-local, and make system calls. They are functions of this library, which is never unloaded.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         assert_eq!(failed, 0, "pthread_atfork has no memory left");
     });

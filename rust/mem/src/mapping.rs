@@ -71,8 +71,8 @@ const PIECE_BYTES: usize = 64 << 20;
 
 /// Readable and writable pages, zero at first. There is a guard page before them and a guard page after them.
 ///
-/// If code writes past the mapping, a guard page turns the write into a fault. Guard pages also keep the kernel from
-/// merging this mapping with a neighbour. So `/proc/self/smaps` has an entry for this mapping alone.
+/// If code writes just past the mapping, a guard page turns the write into a fault. Guard pages also keep the kernel
+/// from merging this mapping with a neighbour. So `/proc/self/smaps` has an entry for this mapping alone.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
@@ -81,7 +81,8 @@ pub(crate) struct Mapping {
 
 // SAFETY: the mapping is plain memory that this value owns; leases decide which code may access which bytes.
 unsafe impl Send for Mapping {}
-// SAFETY: `&Mapping` only gives out an address. Dereferencing this address needs unsafe code.
+// SAFETY: `&Mapping` gives out an address, and makes system calls that any thread may make. Dereferencing the address
+// needs unsafe code.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -171,7 +172,8 @@ impl Mapping {
     }
 }
 
-/// Populates every page. So no page fault occurs during the run, and a shortage of memory becomes an error here.
+/// Populates every page. So first accesses cause no page faults later. A shortage of memory becomes an error here, but
+/// not on Linux before 5.14.
 fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
     match retry_on_intr(|| advise(start, bytes, Advice::LinuxPopulateWrite)) {
         // Linux before 5.14 does not have this advice, so touch each page.
@@ -188,8 +190,8 @@ fn populate(start: *mut u8, bytes: usize) -> rustix::io::Result<()> {
 
 /// Gives the kernel advice on a range of a mapping.
 fn advise(start: *mut u8, bytes: usize, advice: Advice) -> rustix::io::Result<()> {
-    // SAFETY: callers pass a range of a mapping that this module made, and no advice discards the contents of the
-    // mapping.
+    // SAFETY: callers pass a range of a mapping that this module made, and no advice that they pass discards the
+    // contents in this process.
     unsafe { madvise(start.cast(), bytes, advice) }
 }
 

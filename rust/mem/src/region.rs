@@ -1,4 +1,5 @@
-//! Maps regions of memory, and lists them while they are mapped. Regions are on huge pages and pinned, if possible.
+//! Maps regions of memory, and lists them while they are mapped. Regions are on huge pages if possible, and pinned as
+//! the caller asks.
 
 use std::{
     fmt, io,
@@ -22,8 +23,8 @@ use crate::{
 /// The pinning that the caller asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pin {
-    /// The best pinning that is possible: by CUDA, else by `mlock`, else none. [`Region::why_not`] says why a region is
-    /// not pinned by CUDA.
+    /// The best pinning that is possible: by CUDA if the process uses CUDA already, else by `mlock`, else none.
+    /// [`Region::why_not`] says why a region is not pinned by CUDA.
     #[default]
     Auto,
     /// The memory is locked with `mlock`. If `mlock` fails, [`Region::new`] returns an error.
@@ -70,8 +71,8 @@ pub struct RegionStats {
 
 /// Page-aligned memory. Clones are handles of the same region.
 ///
-/// After `close`, the region rejects new leases, and it is unmapped when its last lease is dropped. It is also unmapped
-/// when all handles, arenas and leases are dropped.
+/// After `close`, the region rejects new leases, and it is unmapped once no lease is left. It is also unmapped when all
+/// handles, arenas and leases are dropped.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Inner>,
@@ -94,7 +95,7 @@ pub(crate) struct Inner {
 
 // SAFETY: `start` is an address. The bytes at this address are accessed through leases, which do not overlap.
 unsafe impl Send for Inner {}
-// SAFETY: as for `Send`; all other fields are synchronised.
+// SAFETY: as for `Send`; all other fields are immutable or synchronised.
 unsafe impl Sync for Inner {}
 
 /// The memory of a region. [`Inner::release`] first unregisters the memory from CUDA, then unmaps the memory.
@@ -110,8 +111,8 @@ impl Region {
         Self::interruptible(nbytes, pin, on_fork, owner, &mut || true)
     }
 
-    /// Does the same as [`Region::new`], but can be interrupted. Mapping takes 0.1 to 0.5 s per GiB, and calls
-    /// `keep_going` every 64 MiB. If `keep_going` returns `false`, the call ends with an error.
+    /// Does the same as [`Region::new`], but can be interrupted. Populating and locking memory take 0.1 to 0.5 s per
+    /// GiB, and call `keep_going` every 64 MiB. If `keep_going` returns `false`, the call ends with an error.
     pub fn interruptible(
         nbytes: usize,
         pin: Pin,
@@ -189,8 +190,8 @@ impl Region {
         Mapping::huge_bytes_at(self.inner.start)
     }
 
-    /// Returns why the region has fewer huge pages than fit into it. Returns `None` if the region has all huge pages
-    /// that fit.
+    /// If huge pages are not available, returns the reason. Otherwise returns why the region has fewer huge pages than
+    /// fit into it, or `None` if it has all huge pages that fit or is unmapped.
     #[must_use]
     pub fn why_not_huge(&self) -> Option<String> {
         let possible = match huge_pages() {
@@ -200,7 +201,7 @@ impl Region {
         let got = self.huge_bytes();
         (got < possible && self.inner.is_mapped()).then(|| {
             format!(
-                "only {got} of {possible} bytes are on huge pages: free memory is fragmented, or a fork split pages"
+                "only {got} of {possible} bytes are on huge pages: free memory may be fragmented, or a fork split pages"
             )
         })
     }
@@ -232,7 +233,8 @@ impl Region {
     /// Builds an arena with `make`, and registers that this arena divides the region.
     ///
     /// # Errors
-    /// [`Error::RegionTaken`] if another living arena divides the region.
+    /// [`Error::RegionTaken`] if another living arena divides the region, [`Error::Closed`] if the region is closed,
+    /// [`Error::Forked`] in a forked child, and the errors of `make`.
     pub(crate) fn claim(&self, make: impl FnOnce() -> Result<Arc<Shared>>) -> Result<Arc<Shared>> {
         self.inner.usable()?;
         let mut arena = locked(&self.inner.arena);
@@ -321,7 +323,7 @@ impl Drop for Inner {
     }
 }
 
-/// Returns the mapped regions: all host memory that the library holds for data, except file mappings.
+/// Returns the mapped regions of this process. File mappings and memory on the heap are not in the list.
 #[must_use]
 pub fn regions() -> Vec<RegionStats> {
     let inners: Vec<Arc<Inner>> = living().regions.iter().filter_map(Weak::upgrade).collect();
@@ -360,17 +362,17 @@ fn pinned(
     }
 }
 
-/// Locks the mapping with `mlock`. The inner error says why this failed, and what the user can do. The outer error says
-/// that `keep_going` returned false.
+/// Locks the mapping with `mlock`. The inner error says why this failed and, if a limit may be the cause, how to raise
+/// the limit. The outer error says that `keep_going` returned false.
 fn lock(mapping: &Mapping, keep_going: KeepGoing<'_>) -> Result<std::result::Result<(), String>> {
     let Err(errno) = mapping.lock(keep_going)? else { return Ok(Ok(())) };
     let (soft, hard) = memory_limits().memlock;
     let bytes = mapping.bytes();
     Ok(Err(match (errno, soft) {
         (Errno::NOMEM | Errno::AGAIN | Errno::PERM, Some(soft)) => format!(
-            "mlock of {bytes} bytes exceeds RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit {}, both for the whole \
-             process); raise it with `ulimit -l`, `memlock` in /etc/security/limits.conf, LimitMEMLOCK= in systemd, or \
-             `docker run --ulimit memlock=-1`",
+            "mlock of {bytes} bytes failed, probably because of RLIMIT_MEMLOCK (soft limit {soft} bytes, hard limit \
+             {}, both for the whole process); raise the limit with `ulimit -l`, `memlock` in \
+             /etc/security/limits.conf, LimitMEMLOCK= in systemd, or `docker run --ulimit memlock=-1`",
             hard.map_or_else(|| "unlimited".into(), |hard| format!("{hard} bytes"))
         ),
         _ => format!("mlock of {bytes} bytes failed: {}", io::Error::from(errno)),

@@ -1,12 +1,12 @@
-//! Counts the leases of a region. Also decides which call must unmap the region, so that it is unmapped exactly once.
+//! Counts the leases of a region, and decides which call unmaps a closed region: `close`, or the last `leave`.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The bit that marks the count as closed. All other bits hold the number of leases.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
-/// A count that can be closed. Exactly one call of `leave` or `close` returns true: the call that leaves the count
-/// closed and at zero.
+/// A count that can be closed. At most one call of `leave` or `close` returns true: the first call after which the
+/// count is closed and zero.
 #[derive(Debug)]
 pub(crate) struct LeaseCount {
     state: AtomicUsize,

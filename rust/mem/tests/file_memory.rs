@@ -36,7 +36,7 @@ fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
     // have reused them.
     drop(FileMemory::new(file.as_fd(), BYTES)?);
     bytes(&mut memory)[0] = 8;
-    // SAFETY: the child only accesses memory and exits without running the parent's other code.
+    // SAFETY: the child only accesses `memory`, drops it and exits. The lock that the drop takes is free in the child.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {

@@ -121,7 +121,7 @@ proptest! {
 }
 
 /// Threads take a chunk, fill it with their mark, check it and return it. If two threads held the same chunk, a thread
-/// would find the mark of another thread.
+/// could find the mark of another thread.
 #[test]
 fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     const CHUNK_BYTES: usize = 4096;
@@ -155,8 +155,8 @@ fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
     Ok(())
 }
 
-/// Returns the smaller of `usual` and the variable `PROPTEST_CASES`. Under Valgrind, a run with `usual` cases would
-/// take an hour.
+/// Returns `usual`, or the value of the environment variable `PROPTEST_CASES` if this value is smaller. Under Valgrind,
+/// a run with `usual` cases would take an hour.
 fn cases(usual: u32) -> u32 {
     std::env::var("PROPTEST_CASES")
         .ok()

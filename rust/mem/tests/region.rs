@@ -20,9 +20,11 @@ fn are_listed(owner: &str, expected: &[usize]) -> bool {
     })
 }
 
-/// Runs `child` in a fork. Returns the child's exit status, or the negative number of the signal that killed the child.
+/// Runs `child` in a forked process. Returns 0 if `child` returned true, 1 if `child` returned false, or the negative
+/// number of the signal that killed the process.
 fn forked(child: impl FnOnce() -> bool) -> i32 {
-    // SAFETY: the child only accesses memory and exits without running the parent's other code.
+    // SAFETY: the forked process runs only `child` and `_exit`. `child` needs no other thread, and no lock that another
+    // thread may have held at the fork.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {
@@ -61,7 +63,7 @@ fn what_cannot_be_is_refused() {
 }
 
 /// Makes a mapping with plain system calls. Returns how many bytes of the mapping the kernel puts on huge pages. A
-/// region of the same size must have at least as many bytes on huge pages.
+/// region of `bytes` or more bytes must have at least as many bytes on huge pages.
 #[expect(clippy::multiple_unsafe_ops_per_block, reason = "one reason holds for all unsafe calls")]
 fn huge_bytes_by_hand(bytes: usize, huge: usize) -> usize {
     // SAFETY: the block advises, touches and unmaps a new anonymous mapping within its bounds.
@@ -174,7 +176,8 @@ fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
     let start = lease.as_ptr().as_ptr();
     let write = |offset: isize| {
         forked(|| {
-            // SAFETY: the write is out of bounds on purpose. It happens in a child process, which the fault kills.
+            // SAFETY: the write happens in a child process. If `offset` is out of bounds, a guard page stops the write,
+            // and the fault kills the child.
             unsafe { start.wrapping_offset(offset).write_volatile(1) };
             true
         })

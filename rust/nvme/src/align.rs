@@ -4,8 +4,8 @@ use std::fs::File;
 
 use rustix::fs::{AtFlags, StatxFlags, ioctl_blksszget, statx};
 
-/// The alignment to use if the kernel reports no alignment. Every disk and file system accepts an alignment of 4,096
-/// bytes.
+/// The alignment to use if the kernel reports no alignment. It is a multiple of the logical block size of common disks,
+/// 512 or 4,096 bytes.
 const ALIGN_ASSUMED: usize = 4096;
 
 /// The alignment, in bytes, that direct I/O on a file needs.
@@ -28,9 +28,9 @@ impl Alignment {
     }
 }
 
-/// Returns the alignment that `statx(STATX_DIOALIGN)` reports. If `statx` reports none, returns the logical block size
-/// of a block device. If the block size is not known either, returns [`ALIGN_ASSUMED`]. Returns `None` if the kernel
-/// reports that direct I/O on the file is not possible.
+/// Returns the alignment that `statx(STATX_DIOALIGN)` reports. If `statx` reports no usable alignment, returns the
+/// logical block size of a block device. If the block size is not known either, returns [`ALIGN_ASSUMED`]. Returns
+/// `None` if the kernel reports that direct I/O on the file is not possible.
 pub(crate) fn direct_alignment(file: &File, is_block: bool) -> Option<Alignment> {
     match dioalign(file) {
         Some((0, _) | (_, 0)) => return None,

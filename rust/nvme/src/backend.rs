@@ -5,8 +5,7 @@ use crate::request::Job;
 /// A backend sends requests to devices. It passes the result of each request to
 /// [`Request::interpret_result`](crate::request::Request::interpret_result).
 ///
-/// Dropping a backend ends its threads. The caller must first wait until no operation is in flight. If an operation is
-/// still in flight, the operation fails with ECANCELED once the kernel has finished with the requests of the operation.
+/// Dropping a backend ends its threads, after they have carried out all queued requests.
 pub(crate) trait Backend: Send + Sync {
     /// Queues a job. Does not wait for a device.
     fn submit(&self, job: Job);
@@ -15,12 +14,12 @@ pub(crate) trait Backend: Send + Sync {
 /// The backend that the caller chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BackendChoice {
-    /// `io_uring` if the kernel supports it, and threads otherwise.
+    /// `io_uring` if it is available, and threads otherwise.
     #[default]
     Auto,
     /// `io_uring`. Opening a volume fails if `io_uring` is not available.
     IoUring,
-    /// A few threads that call `pread` and `pwrite`.
+    /// A few threads that call `preadv` and `pwritev`.
     Threads,
 }
 
@@ -29,9 +28,9 @@ pub enum BackendChoice {
 pub enum BackendKind {
     /// One thread with an `io_uring`.
     IoUring,
-    /// A few threads that call `pread` and `pwrite`.
+    /// A few threads that call `preadv` and `pwritev`.
     Threads,
-    /// A simulated device.
+    /// A thread that simulates the devices, for tests.
     Simulated,
 }
 

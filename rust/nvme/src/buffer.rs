@@ -56,7 +56,8 @@ unsafe impl Buffer for Vec<u8> {
     }
 }
 
-/// A range of a buffer that several owners share. Clones and parts refer to the same memory.
+/// A range of a buffer that several owners share. Clones and parts refer to the same memory. While a read from a device
+/// into a part is in flight, no other operation and no other code may access the bytes of this part.
 #[derive(Debug)]
 pub struct Shared<B = Lease> {
     memory: Arc<B>,
@@ -107,8 +108,8 @@ impl<B> Shared<B> {
     }
 }
 
-// SAFETY: `memory` does not move and lives until its last part is dropped. If callers read from devices into several
-// parts, the parts must not overlap. A caller must not access a part before the read into that part has ended.
+// SAFETY: `memory` is not moved, and lives until its last part is dropped. The bytes from `first` on lie inside
+// `memory`. The documentation of `Shared` says when other code may access them.
 unsafe impl<B: Buffer + Sync> Buffer for Shared<B> {
     fn as_ptr(&self) -> *const u8 {
         self.first.as_ptr()

@@ -1,4 +1,4 @@
-//! Holds devices open and locked, and does not change them. The caller can examine the devices before it opens a
+//! Opens and locks devices without changing their data. The caller can examine the devices before it opens them as a
 //! volume.
 
 use std::{path::Path, sync::Arc};
@@ -26,8 +26,8 @@ impl Volume {
     }
 }
 
-/// Devices that are open and locked. The claim does not change existing files. Dropping the claim removes the files
-/// that the claim created.
+/// Devices that are open and locked. The claim does not change existing files, but [`Missing::MakePending`] may remove
+/// a pending file that a killed process left. Dropping the claim removes the files that the claim created.
 #[derive(Debug)]
 pub struct Claim {
     paths: Vec<Arc<Path>>,

@@ -2,8 +2,8 @@
 //! I/O if possible.
 //!
 //! [Note: undo] Opening a device may create or grow a file, or make it private. Dropping the device undoes these
-//! changes, unless `keep` or `take_name` was called. `Drop` undoes the changes before it releases the lock, because
-//! after the unlock another process may own the file.
+//! changes, unless `keep`, `take_name` or `forgo_name` was called. `Drop` undoes the changes before it releases the
+//! lock, because after the unlock another process may own the file.
 
 use std::{
     fs::{self, File},
@@ -82,8 +82,8 @@ impl Device {
         self.file.as_raw_fd()
     }
 
-    /// Opens and locks the device at `path`. Creates a missing file if `missing` allows it. Changes nothing else. See
-    /// [Note: undo].
+    /// Opens and locks the device at `path`. Creates a missing file if `missing` allows it. Does not change the data of
+    /// an existing device. See [Note: undo].
     fn open(path: &Arc<Path>, missing: Missing) -> Result<Self> {
         let kind = kind_of(path, missing)?;
         let (file, undo, name) = match kind {
@@ -130,7 +130,8 @@ impl Device {
         *locked(&self.name) == Name::Pending
     }
 
-    /// Renames the file from its pending name to its own name, and keeps the file.
+    /// Renames a file with a pending name to its own name, keeps the file, and makes its name survive a power loss.
+    /// Does nothing for other devices.
     pub(crate) fn take_name(&self) -> Result<()> {
         let mut name = locked(&self.name);
         if *name != Name::Pending {
@@ -142,7 +143,7 @@ impl Device {
         file::settle_name(&self.path, &self.absolute)
     }
 
-    /// Tells the device that its caller removes the file's name. Dropping the device then undoes nothing.
+    /// Records that the caller removes the file's name. Dropping the device then undoes nothing.
     pub(crate) fn forgo_name(&self) {
         *locked(&self.name) = Name::Removed;
     }
@@ -155,8 +156,9 @@ impl Device {
         }
     }
 
-    /// Permanently grows the reserved space of a file to `bytes`. Returns false if the file system has no room. A raw
-    /// device cannot grow: returns true if the device already has `bytes`.
+    /// Permanently grows the reserved space of a file to `bytes`. Returns false if the file system has no room, or if a
+    /// quota or the file size limit forbids it. A raw device cannot grow: returns true if the device already has
+    /// `bytes`.
     pub(crate) fn grow(&self, bytes: u64) -> Result<bool> {
         if self.kind != DeviceKind::File {
             return Ok(self.bytes >= bytes);
@@ -178,7 +180,8 @@ impl Device {
     }
 
     /// Returns how the file lost its name, or that the file was truncated. Returns `None` if the file still has its
-    /// name and its size. Also returns `None` if the device is not a file, or if the caller removed the file's name.
+    /// name and its size. Also returns `None` if a lookup fails, if the device is not a file, or if the caller removed
+    /// the file's name.
     pub(crate) fn lost(&self) -> Option<Lost> {
         if self.kind != DeviceKind::File {
             return None;
@@ -237,8 +240,8 @@ pub(crate) fn claim_all(paths: &[Arc<Path>], missing: Missing) -> Result<Vec<Dev
     Ok(devices)
 }
 
-/// Reserves space for the files and computes the volume's size. If the call fails, it drops the devices, and each
-/// device restores the former state of its file.
+/// Makes the files private if `options` says so, reserves their space, and computes the volume's size. If the call
+/// fails, it drops the devices, and each device restores the former state of its file.
 pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes: u64) -> Result<Opened> {
     let size_bytes = options.size_bytes;
     let striping = Striping::new(devices.len(), stripe_bytes);
@@ -302,7 +305,8 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
 }
 
-/// Returns the kind of device at `path`; an error if `path` names neither a file nor a block device.
+/// Returns the kind of the device at `path`; `File` if `path` does not exist and `missing` allows a new file. Fails if
+/// `path` names neither a file nor a block device.
 fn kind_of(path: &Arc<Path>, missing: Missing) -> Result<DeviceKind> {
     let name = path.display();
     let folder = || Err(Error::Invalid(format!("{name} is a folder; name a file in it, or a raw block device")));
@@ -364,7 +368,7 @@ fn direct(file: &File, path: &Arc<Path>, kind: DeviceKind) -> Result<(Alignment,
     set_direct(file, false).map_err(|errno| Error::system(path, "fcntl", &errno.into()))?;
     Ok((
         Alignment::NONE,
-        Some("the kernel cannot use direct I/O on this file (encryption, verity or a journal)".into()),
+        Some("the kernel cannot use direct I/O on this file (perhaps because of encryption or a journal)".into()),
     ))
 }
 

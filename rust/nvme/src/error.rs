@@ -32,7 +32,7 @@ impl fmt::Display for Action {
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is wrong. The text says why.
+    /// An argument is wrong, or a thread could not be started. The text says why.
     #[error("{0}")]
     Invalid(String),
 
@@ -50,25 +50,25 @@ pub enum Error {
         size_bytes: u64,
     },
 
-    /// A device rejected or failed a request.
+    /// A request to a device failed.
     #[error("{action} of {nbytes} bytes at offset {offset} of {} failed: {}{}", path.display(), reason(*errno), advice(*errno))]
     Device {
         /// The action that failed.
         action: Action,
         /// The file or device.
         path: Arc<Path>,
-        /// Offset on the device; 0 for a flush.
+        /// Offset on the device from which the bytes were not moved; 0 for a flush.
         offset: u64,
-        /// Length in bytes; 0 for a flush.
+        /// Bytes of the request that were not moved; 0 for a flush.
         nbytes: usize,
         /// The system's error number.
         errno: i32,
     },
 
-    /// A file is shorter than the volume: another program truncated it.
+    /// A file or device has become shorter since the volume opened it.
     #[error(
-        "read of {nbytes} bytes at offset {offset} of {} ended after {moved} bytes: another program truncated the \
-         file while it was in use; stop that program and restore the file",
+        "read of {nbytes} bytes at offset {offset} of {} ended after {moved} bytes: the file or device has become \
+         shorter since the volume opened it; if another program truncated it, stop that program and restore the file",
         path.display()
     )]
     Ended {
@@ -82,19 +82,22 @@ pub enum Error {
         moved: usize,
     },
 
-    /// A path cannot be opened as the caller asked.
+    /// A file or device cannot be used as the caller asked.
     #[error("{}: {why}", path.display())]
     Refused {
         /// The file or device.
         path: Arc<Path>,
-        /// The reason and the remedy.
+        /// The reason and, in most cases, the remedy.
         why: String,
-        /// The system's error number; `None` if no system call failed.
+        /// The error number of the failed system call, or the number that fits the reason best; `None` if neither is
+        /// known.
         errno: Option<i32>,
     },
 
-    /// The backend that the caller chose is not available.
-    #[error("backend {backend:?} is not available here: {why}; pass backend=\"auto\" to use an available one")]
+    /// The backend that the caller chose is not available or, with `BackendChoice::Auto`, no backend is available.
+    #[error(
+        "backend {backend:?} is not available here: {why}; fix this, or pass backend=\"auto\" if you chose a backend"
+    )]
     NoBackend {
         /// The backend's name.
         backend: &'static str,
@@ -125,7 +128,7 @@ pub enum Error {
     /// A wait took longer than its timeout. The operation continues.
     #[error("{what} did not end within {:.3} s; the work continues, so wait again", waited.as_secs_f64())]
     TimedOut {
-        /// The operation.
+        /// The operation, or the operations, that the caller waited for.
         what: String,
         /// The time that the caller waited.
         waited: Duration,
@@ -134,12 +137,12 @@ pub enum Error {
     /// The caller's poll function stopped a wait. The operation continues.
     #[error("waiting for {what} was interrupted; the work continues, so wait again for its result")]
     Interrupted {
-        /// The operation.
+        /// The operation, or the operations, that the caller waited for.
         what: String,
     },
 
-    /// A thread of this crate panicked. The thread continues with the next task.
-    #[error("a thread of the volume panicked, which is a bug of memascend; please report it: {0}")]
+    /// A thread that copies unaligned transfers panicked. The thread continues with the next transfer.
+    #[error("a thread of the volume panicked, which is a bug in memascend; please report it: {0}")]
     Panicked(String),
 
     /// Memory for the chunks of unaligned transfers could not be allocated.
@@ -177,7 +180,7 @@ impl Error {
     }
 }
 
-/// Returns the system's text for `errno`, without the "(os error 5)" that Rust appends.
+/// Returns the system's text for `errno` in lower case, with `(errno 5)` instead of Rust's `(os error 5)` at the end.
 fn reason(errno: i32) -> String {
     let text = io::Error::from_raw_os_error(errno).to_string();
     let plain = text.rsplit_once(" (os error").map_or(text.as_str(), |(plain, _)| plain);

@@ -1,5 +1,5 @@
-//! Creates, grows and locks files. Only the owner can read a file, and the space of a file is reserved in advance. If
-//! opening a volume fails, its files get their former state back.
+//! Creates, grows and locks files. New files are private to their owner, and the space of a file is reserved in
+//! advance. If opening a volume fails, its files get their former state back.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -19,8 +19,8 @@ use crate::{
     pending::{Name, has_its_name, is_there, lost},
 };
 
-/// The largest number of times that `claim` opens a file. `claim` opens the file again whenever another process
-/// replaced or removed the file between `open` and `lock`.
+/// The largest number of attempts of `claim` to open and lock a file. `claim` tries again if another process has just
+/// created, replaced or removed the file.
 const OPENINGS_MAX: usize = 64;
 
 /// Permission bits of new files: only the owner may read and write.
@@ -37,7 +37,7 @@ pub(crate) struct Undo {
     length_before: Option<u64>,
     /// Permission bits before `make_private` changed them; `None` if the bits did not change.
     pub(crate) mode_before: Option<u32>,
-    /// The folder that was created for the file; `None` if the folder existed.
+    /// The folder that `claim` created for the file; `None` if the folder existed.
     folder: Option<PathBuf>,
 }
 
@@ -68,7 +68,7 @@ impl Undo {
     /// Restores the file's former state. Call `restore` only while the file is locked: after the unlock, another
     /// process may own the file.
     pub(crate) fn restore(self, path: &Path, file: &File) {
-        // `restore` ignores errors: the caller already reports the failure that requires the restoration.
+        // `restore` ignores errors, because `Device::drop` cannot report them.
         match self.length_before {
             None if lost(path, file).is_none() => {
                 drop(fs::remove_file(path));
@@ -90,8 +90,8 @@ impl Undo {
 /// file's former state, and the file's name.
 ///
 /// Between opening and locking, another process may use, remove or replace the file. So `claim` checks the file again
-/// under the lock. The file counts as new only if it is still empty. If the path no longer names the file, `claim`
-/// tries again. `claim` calls `opened` between opening and locking, for tests.
+/// under the lock. A file that `claim` created counts as new only if it is still empty. If the path no longer names the
+/// file, `claim` tries again. `claim` calls `opened` between opening and locking, for tests.
 pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()) -> Result<(File, Undo, Name)> {
     let mut folder = None;
     for _ in 0..OPENINGS_MAX {
@@ -149,7 +149,7 @@ pub(crate) fn claim(path: &Arc<Path>, missing: Missing, opened: &mut dyn FnMut()
     Err(Error::refused(
         path,
         libc::EBUSY,
-        "other processes keep creating and removing this file; stop them, or use another path",
+        "other processes keep creating, replacing or removing this file; stop them, or use another path",
     ))
 }
 
@@ -175,7 +175,8 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Opens the file at `path`, or creates a file that only its owner may access. Returns the file and whether it is new.
+/// Opens the file at `path`. If the file does not exist and `may_create` is true, creates a file that only its owner
+/// may access. Returns the file and whether it is new.
 pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io::Result<(File, bool)> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
@@ -195,7 +196,8 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
 pub enum Privacy {
     /// A file that is about to be written. The file must belong to this user.
     Fresh,
-    /// A file with data to keep. The file may belong to another user.
+    /// A file with data to keep. The file may belong to another user, but `make_private` fails if other users would
+    /// keep access.
     Existing,
 }
 
@@ -228,7 +230,8 @@ fn foreign(path: &Arc<Path>, owner: u32, user: u32) -> Error {
     Error::refused(path, libc::EPERM, why)
 }
 
-/// Reserves `bytes` for the file on its file system, so that no write during a run fails for lack of space.
+/// Reserves `bytes` for the file on its file system, so that later writes do not fail for lack of space. If the file
+/// system cannot reserve space, only makes the file `bytes` long.
 ///
 /// Does not fill the file with zeros, because this would take hours and wear the disk. Without zeros, only the first
 /// write to each place is slower.
@@ -247,7 +250,7 @@ pub(crate) fn reserve(path: &Arc<Path>, file: &File, bytes: u64) -> Result<()> {
     // so the length of the file counts too.
     let there = length_before.max(metadata.blocks() * 512);
     if free.is_some_and(|free| bytes.saturating_sub(there) > free) {
-        // `fallocate` would take all free space before it fails, so the disk would be full for other writers.
+        // `fallocate` may take all free space before it fails, and other writers would find the disk full.
         return Err(no_room(path, bytes.saturating_sub(there), free));
     }
     match retry_on_intr(|| fallocate(file, FallocateFlags::empty(), 0, bytes)) {

@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-/// The size of the table of descriptors that a child closes: the devices, rings and eventfds of all volumes. If the
+/// The largest number of descriptors that a child closes: of the devices, rings and eventfds of all volumes. If the
 /// table is full, the descriptors that are not in the table stay open in a child.
 const DESCRIPTORS_MAX: usize = 1024;
 const FREE: RawFd = -1;
@@ -25,9 +25,9 @@ extern "C" fn in_child() {
     for slot in &DESCRIPTORS {
         let descriptor = slot.swap(FREE, Ordering::Relaxed);
         if descriptor != FREE {
-            // SAFETY: `close` is allowed between fork and exec. No code in the child uses or closes this descriptor
-            // again: `Maker::is_elsewhere` makes every method of a volume fail in the child, and `Volume::drop` forgets
-            // the devices.
+            // SAFETY: `close` is allowed between fork and exec. In the child, a volume begins no operation
+            // (`Context::check_process`), and `Volume::drop` does not close the devices. The child must not call
+            // methods that use the files themselves, such as `Volume::grow` and `Volume::lost`.
             unsafe { libc::close(descriptor) };
         }
     }

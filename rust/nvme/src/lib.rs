@@ -1,4 +1,4 @@
-//! Direct I/O on files and raw block devices. Transfers run at the disk's speed, and every failed transfer is reported.
+//! Reads and writes files and raw block devices while the caller continues, with direct I/O if possible.
 //!
 //! A [`Volume`] is one address space over one or several devices. [`Volume::read`] and [`Volume::write`] take a
 //! [`Buffer`] by value, for example a [`Lease`](memascend_mem::Lease), and return a [`Ticket`] at once. The ticket
@@ -21,8 +21,8 @@
 //!
 //! How it works: a volume cuts each *operation* into *requests* of at most [`REQUEST_BYTES_MAX`] bytes. Each request is
 //! for one device. A *backend* sends requests to the devices: either a thread that owns an `io_uring`, or a few threads
-//! that call `pread` and `pwrite`. `request.rs` interprets results (short transfers, errors) for all backends.
-//! Unaligned transfers are copied through aligned chunks.
+//! that call `preadv` and `pwritev`. `request.rs` interprets results (short transfers, errors) for all backends. The
+//! threads of `unaligned.rs` copy unaligned transfers through aligned chunks.
 
 mod align;
 mod backend;

@@ -1,5 +1,5 @@
 //! Locks each file or device for one volume. If a process tries to open a file that is locked already, the error names
-//! the process that holds the lock.
+//! the process that holds the lock, if `/proc/locks` shows it.
 
 use std::{
     fs::{self, File},
@@ -16,8 +16,8 @@ use rustix::{
 
 use crate::{Error, Result};
 
-/// Locks the file exclusively with `flock`, so that other calls of this function cannot lock the file. Closing the
-/// descriptor releases the lock.
+/// Locks the file exclusively with `flock`, so that other calls of this function cannot lock the file. `unlock`
+/// releases the lock, and so does closing the last copy of the descriptor.
 pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     let patience = Patience::new();
     loop {
@@ -33,7 +33,7 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
 }
 
 /// How long `lock` waits for a killed process that has transfers in flight: the kernel keeps the device open and locked
-/// until the last transfer ends. Transfers take less than two seconds. If the device is still locked after this time,
+/// until the last transfer ends. Transfers rarely take two seconds. If the device is still locked after this time,
 /// `lock` fails, so a user does not wait long for the error.
 const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
 const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
@@ -69,20 +69,20 @@ fn alive(pid: u32) -> bool {
 
 /// Releases the lock at once, even if the kernel still keeps the file open, for example while it tears down a ring.
 pub(crate) fn unlock(file: &File) {
-    // `flock` fails here only if the file was not locked.
+    // `flock` fails here only if the file system has no locks. The file is then not locked.
     let _ = flock(file, FlockOperation::Unlock);
 }
 
-/// Returns an error that names the process that holds the lock.
+/// Returns an error that names the process that holds the lock, if `/proc/locks` shows it.
 pub(crate) fn in_use(file: &File, path: &Arc<Path>) -> Error {
     let own = std::process::id();
     let why = match holder(file) {
         Some(pid) if pid == own => format!("this process (pid {pid}) has it open already; close that volume first"),
         Some(pid) => match command(pid) {
-            Some(command) => format!("in use by pid {pid} ({command}); stop this process, or use another path"),
-            None => format!("in use by pid {pid}; stop this process, or use another path"),
+            Some(command) => format!("in use by pid {pid} ({command}); stop that process, or use another path"),
+            None => format!("in use by pid {pid}; stop that process, or use another path"),
         },
-        None => "in use by a process that is not visible from here; wait until it ends, or use another path".into(),
+        None => "in use, perhaps by a process in another container; wait until it is free, or use another path".into(),
     };
     Error::refused(path, libc::EBUSY, why)
 }

@@ -46,8 +46,8 @@ impl Kind {
 }
 
 /// A backend sends all waiting requests of the first lane before the waiting requests of the second lane. A backend
-/// does not recall requests that a device already has. So a new request of the first lane waits for these requests,
-/// whose number is at most the queue depth.
+/// does not recall requests that a device already has. So a new request of the first lane may wait for these requests,
+/// of which there are at most the queue depth times the number of devices.
 ///
 /// A request of the second lane never moves to the first lane, however long it waits. So callers must not keep the
 /// first lane full. Reads of units do not keep the first lane full: the memory for units is limited, and each unit is
@@ -73,10 +73,10 @@ pub(crate) struct Context {
     pub(crate) memory_align: usize,
     pub(crate) traffic: Traffic,
     pub(crate) stats: Mutex<VolumeStats>,
-    /// The error of a failed write whose ticket was dropped. The next flush, or `close`, reports the error.
+    /// The error of the first failed write whose ticket was dropped, until a flush or `close` reports it.
     pub(crate) unclaimed: Mutex<Option<Error>>,
-    /// The first failed flush or durable write. The kernel does not write the failed data again, so every later flush
-    /// fails.
+    /// The error of the latest failed flush or durable write. The kernel does not write the failed data again, so every
+    /// later flush fails.
     pub(crate) flush_failed: Mutex<Option<Error>>,
 }
 
@@ -121,10 +121,11 @@ impl Context {
     }
 }
 
-/// What an operation must do when it ends: it releases `begun` and `hold`, and reports its result to `whole`.
+/// The registrations of an operation. When the operation ends, it ends `begun`, releases `hold` and reports its result
+/// to `whole`.
 #[derive(Debug, Default)]
 struct Registrations {
-    /// The operation's number in `traffic`; `None` if no caller began the operation.
+    /// The operation's number in `traffic`; `None` for a part and for an internal transfer.
     begun: Option<Begun>,
     /// The hold on the blocks that the operation writes.
     hold: Option<Hold>,
@@ -156,14 +157,15 @@ pub(crate) struct Operation {
 struct Progress {
     done: bool,
     error: Option<Error>,
-    /// True once a caller has received the error.
+    /// True once a caller has received the result, or `unclaimed` has the error.
     reported: bool,
     /// True once the ticket was dropped.
     dropped: bool,
 }
 
 impl Operation {
-    /// Makes an operation for a caller. `place` is (offset, units), and `address` points into `buffer`.
+    /// Makes an operation for a caller. `place` is (offset, units), and `address` is the first byte of `buffer`. A
+    /// flush has no buffer and a null address.
     pub(crate) fn new(
         context: &Arc<Context>,
         (kind, lane): (Kind, Lane),
@@ -291,7 +293,7 @@ impl Operation {
         moved.operations += 1;
     }
 
-    /// Keeps the error of a failed write for the next flush, unless a caller has received the error.
+    /// Keeps the error of a failed write for the next flush or `close`, unless a caller has received the error.
     fn store_unreported_error(&self, progress: &mut Progress) {
         if self.kind.writes()
             && !progress.reported
@@ -306,7 +308,7 @@ impl Operation {
         self.progress.lock().done
     }
 
-    /// Waits until the operation has ended, with or without an error.
+    /// Waits until the operation has ended, with or without an error. Fails if `wait` ends first, or in a forked child.
     pub(crate) fn wait(&self, wait: &mut Wait<'_>) -> Result<()> {
         self.context.check_process()?;
         let what = || match self.kind {
@@ -333,8 +335,8 @@ impl Operation {
         }
     }
 
-    /// Takes the buffer out of the operation; `None` if the operation has no buffer. Call `take_buffer` only once the
-    /// operation has ended.
+    /// Takes the buffer out of the operation; `None` if the operation has no buffer, or an earlier call took it. Call
+    /// `take_buffer` only once the operation has ended.
     pub(crate) fn take_buffer(&self) -> Option<Box<dyn Any + Send>> {
         locked(&self.buffer).take()
     }

@@ -5,13 +5,14 @@ use crate::{
     stripe::{STRIPE_BYTES_DEFAULT, STRIPE_BYTES_MAX, STRIPE_BYTES_MIN},
 };
 
-/// The default number of requests that the kernel has at once, per device. Disks reach their peak bandwidth with four
-/// to eight requests of 1 MiB, or with 16 requests of 256 KiB. With larger requests, a depth of 16 costs nothing.
+/// The default number of requests that the kernel has at once, per device. The measured disks reach their peak
+/// bandwidth with four to eight requests of 1 MiB, or with 16 requests of 256 KiB. With larger requests, a depth of 16
+/// costs nothing.
 pub const QUEUE_DEPTH_DEFAULT: usize = 16;
-/// The largest queue depth: the depth of an `NVMe` queue.
+/// The largest queue depth: the depth that Linux gives an `NVMe` queue by default.
 pub const QUEUE_DEPTH_MAX: usize = 1024;
-/// The largest number of devices of one volume. No machine has more devices, and the requests to 32 devices fit into
-/// one ring.
+/// The largest number of devices of one volume. Few machines have more. 32 devices at the largest queue depth need the
+/// largest ring of the kernel, which has 32,768 entries.
 pub const DEVICES_MAX: usize = 32;
 
 /// Options for opening a volume. The defaults open existing devices at their full size.
@@ -21,7 +22,8 @@ pub struct Options {
     /// The size of the volume in bytes. `None` means the full size of the devices. A new file needs a size. Opening the
     /// volume grows each file that is smaller than the file's share of this size.
     pub size_bytes: Option<u64>,
-    /// The largest number of requests that the kernel has at once, per device; default [`QUEUE_DEPTH_DEFAULT`].
+    /// Requests per device: a volume of n devices has at most n times this number of requests in the kernel at once;
+    /// default [`QUEUE_DEPTH_DEFAULT`].
     pub queue_depth: Option<usize>,
     /// The width of a stripe in bytes; default [`STRIPE_BYTES_DEFAULT`]. Always open a volume with the same width. With
     /// another width, an offset would mean other bytes.

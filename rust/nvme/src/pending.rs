@@ -59,12 +59,12 @@ pub enum Lost {
     Moved,
     /// The path names another file.
     Replaced,
-    /// The file is shorter than when it was opened.
+    /// The file has become shorter since the volume opened it.
     Truncated,
 }
 
-/// Returns why `path` no longer names the open file; `None` if `path` still names the file, or if looking up `path`
-/// fails with another error than "not found".
+/// Returns why `path` no longer names the open file; `None` if `path` still names the file, or if a lookup fails with
+/// an error other than "not found".
 pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
     let ours = file.metadata().ok()?;
     match fs::metadata(path) {
@@ -77,7 +77,7 @@ pub(crate) fn lost(path: &Path, file: &File) -> Option<Lost> {
 }
 
 /// Returns true if `claim` may continue with this locked file, and false if `claim` must open the file again. Removes a
-/// pending file that no process needs.
+/// pending file that no process needs. Fails if `is_left` says that the pending file must stay.
 pub(crate) fn has_its_name(
     path: &Path,
     (file, name, is_new): (&File, Name, bool),
@@ -105,8 +105,8 @@ pub(crate) fn has_its_name(
     }
     if let Err(why) = is_left(&pending) {
         let why = format!(
-            "a new store has this name until its first commit, but the file at this name is no unfinished \
-             store ({why}); nothing was changed: move the file away, or choose another path for the store"
+            "a new store has this name until its first commit, but the file at this name is not an \
+             unfinished store ({why}); nothing was changed: move the file away, or choose another path for the store"
         );
         return Err(Error::refused(&Arc::from(&*pending), libc::EEXIST, why));
     }

@@ -22,7 +22,7 @@ use crate::{
 /// ioctls: `BLKROGET` returns whether a device is read-only, and `BLKGETSIZE64` returns its size in bytes.
 const BLKROGET: libc::c_ulong = 0x125e;
 const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
-/// The alignment for reads at both ends of a device. It suits direct I/O on every device.
+/// The alignment of the reads at both ends of a device. It suits direct I/O on devices with blocks of up to 4 KiB.
 const EDGE_ALIGN: usize = 4096;
 
 /// Opens a device with `O_EXCL` and locks it, so that no other process can mount the device or open it with `O_EXCL`.
@@ -42,7 +42,8 @@ pub(crate) fn open(path: &Arc<Path>) -> Result<File> {
     Ok(file)
 }
 
-/// Returns an error that says what uses the device. Called after an exclusive open failed with EBUSY.
+/// Returns an error that names the user of the device, if one is found. Called after an exclusive open failed with
+/// EBUSY.
 fn busy(path: &Arc<Path>) -> Error {
     let why = match fs::metadata(path) {
         Err(_) => None,
@@ -70,7 +71,7 @@ pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
         return Err(Error::refused(
             path,
             libc::EROFS,
-            "the device is read-only; make it writable with `blockdev --setrw`",
+            "the device is read-only; make it writable with `blockdev --setrw`, or use another device",
         ));
     }
     let mut bytes: u64 = 0;
@@ -83,7 +84,7 @@ pub(crate) fn writable_bytes(file: &File, path: &Arc<Path>) -> Result<u64> {
         return Err(Error::refused(
             path,
             libc::ENXIO,
-            "the device has no bytes (no medium, or a loop device without a file); use another device",
+            "the device has no bytes (for example no medium, or a loop device without a file); use another device",
         ));
     }
     Ok(bytes)
@@ -107,7 +108,7 @@ pub(crate) fn refuse_foreign(file: &File, path: &Arc<Path>, device_bytes: u64) -
     }
 }
 
-/// Reads `nbytes` at any offset. Uses an aligned part of a larger buffer, because `file` may use direct I/O.
+/// Reads `nbytes` at any offset. Reads whole aligned blocks into aligned memory, so that `file` may use direct I/O.
 fn read(file: &File, path: &Arc<Path>, offset: u64, nbytes: usize) -> Result<Vec<u8>> {
     let start = offset / EDGE_ALIGN as u64 * EDGE_ALIGN as u64;
     let skip = usize::try_from(offset - start).unwrap_or(0);

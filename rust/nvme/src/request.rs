@@ -13,8 +13,8 @@ use crate::{
 /// The largest request, in bytes. Every measured disk reaches its peak bandwidth with requests of 1 MiB. Larger
 /// requests gain nothing and miss the L3 cache.
 pub const REQUEST_BYTES_MAX: usize = 1 << 20;
-/// How often a request is retried after EINTR, EAGAIN or ENOMEM. With [`PAUSE`] the retries take about two seconds; a
-/// shortage of memory that lasts longer is not temporary.
+/// How often in a row a backend retries a request after EINTR, EAGAIN, ENOMEM or a transfer of less than a block. With
+/// [`PAUSE`] the retries take about two seconds; a shortage of memory that lasts longer is not temporary.
 const TRIES_MAX: u32 = 2_000;
 /// The number of retries without a pause. Each later retry follows a pause of [`PAUSE`].
 const TRIES_AT_ONCE: u32 = 8;
@@ -135,8 +135,8 @@ impl Request {
         Self { device, kind, offset, address, bytes, asked_bytes: bytes, tries: 0, operation, settled: false }
     }
 
-    /// Returns what the backend must do next. `answer` is the device's result: the number of bytes moved, or an error
-    /// number.
+    /// Handles `answer`, the device's result: the number of bytes moved, or an error number. Reports a final result to
+    /// the operation, or prepares the request for its next submission. Returns what the backend must do next.
     pub(crate) fn interpret_result(&mut self, answer: Result<usize, i32>) -> NextStep {
         match answer {
             Err(libc::EINTR | libc::EAGAIN | libc::ENOMEM) if self.tries < TRIES_MAX => {
@@ -151,7 +151,8 @@ impl Request {
     }
 
     /// Handles a short transfer: the request continues after the last whole block that was moved, because direct I/O
-    /// needs aligned offsets. A read that repeatedly moves less than a block has reached the file's end.
+    /// needs aligned offsets. A read that moves nothing, or repeatedly less than a block, has reached the file's end. A
+    /// write that repeatedly moves less than a block fails with EIO.
     fn stopped_short(&mut self, moved: usize) -> NextStep {
         let whole = moved / self.operation.context.block_bytes * self.operation.context.block_bytes;
         if whole > 0 {
@@ -203,8 +204,8 @@ impl Request {
 }
 
 impl Drop for Request {
-    /// If no device has answered the request, answers it with ECANCELED, so that a waiter gets an error and does not
-    /// hang. This happens if the backend shuts down or has panicked.
+    /// If the operation does not have the request's result yet, reports ECANCELED, so that a waiter gets an error and
+    /// does not hang. This happens if a thread of the backend panics.
     fn drop(&mut self) {
         if !self.settled {
             self.settle(Err(self.failure(libc::ECANCELED)));

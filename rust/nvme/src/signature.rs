@@ -119,8 +119,8 @@ fn ext(first: &[u8]) -> bool {
         && half(0x3a).is_some_and(|state| state <= 7)
 }
 
-/// True if `first` is a boot sector with partitions. The magic of a boot sector has only two bytes. So all four
-/// partition entries must be plausible too, and at least one entry must be in use.
+/// True if `first` begins with a boot sector that has partitions. The magic of a boot sector has only two bytes. So all
+/// four partition entries must be plausible too, and at least one entry must be in use.
 fn partitioned(first: &[u8]) -> bool {
     let entry = |index: usize| first.get(446 + index * 16..462 + index * 16);
     let entries: Option<Vec<&[u8]>> = (0..4).map(entry).collect();
@@ -131,7 +131,8 @@ fn partitioned(first: &[u8]) -> bool {
 }
 
 /// True if metadata of an md RAID is at the end of the device. Metadata of version 0.90 is at the start of the last
-/// whole 64 KiB. Metadata of version 1.0 is at least 8 KiB before the end.
+/// whole block of 64 KiB. Metadata of version 1.0 is at the last multiple of 4 KiB that is at least 8 KiB before the
+/// end.
 fn raid_at_end(edges: &Edges<'_>) -> bool {
     const MAGIC: &[u8] = b"\xfc\x4e\x2b\xa9";
     let size = edges.device_bytes;

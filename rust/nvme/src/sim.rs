@@ -73,7 +73,8 @@ pub struct Faults {
     pub delay: Duration,
     /// If true, the device answers requests in random order.
     pub reorder: bool,
-    /// The power fails after this many requests: each later request fails with ENXIO and has no effect.
+    /// The power fails after this many requests, not counting temporary failures: each later request fails with ENXIO,
+    /// or with a temporary failure, and has no effect.
     pub dies_after: Option<u64>,
 }
 
@@ -91,7 +92,7 @@ struct Medium {
     durable: Vec<u8>,
     /// Writes since the last flush, as (offset, bytes), in the order in which the device executed them.
     unflushed: Vec<(usize, Vec<u8>)>,
-    /// Operations on the device's volume, as (action, offset), in the order in which they began.
+    /// Operations that reached the backend of the device's volume, as (action, offset in the volume), in this order.
     operations: Vec<(Action, u64)>,
 }
 
@@ -115,7 +116,8 @@ impl SimDisk {
         locked(&self.state).cached.clone()
     }
 
-    /// Returns the operations on the device's volume so far, as (action, offset), in the order in which they began.
+    /// Returns the operations that have reached the backend of the device's volume, as (action, offset in the volume),
+    /// in this order. Parts of an operation and transfers of the copy threads count as operations.
     #[must_use]
     pub fn operations(&self) -> Vec<(Action, u64)> {
         locked(&self.state).operations.clone()
@@ -129,8 +131,8 @@ impl SimDisk {
         medium.durable[offset] ^= mask;
     }
 
-    /// Returns the device after a power loss at this moment: each write since the last flush may be present, missing or
-    /// torn, independently of the other writes.
+    /// Returns the device after a power loss at this moment: each write since the last flush, except a durable write,
+    /// may be present, missing or torn, independently of the other writes.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let medium = locked(&self.state);
@@ -154,7 +156,7 @@ impl SimDisk {
     }
 }
 
-/// Opens simulated devices as one volume. Ignores `options.backend`.
+/// Opens simulated devices as one volume. Ignores `options.backend` and `options.private`.
 pub fn open(disks: &[SimDisk], faults: &Faults, options: &Options) -> Result<Volume> {
     let (queue_depth, stripe_bytes) = options.checked()?;
     let smallest = disks.iter().map(SimDisk::len).min().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Counters of a volume's operations, requests and bytes. Every volume has these counters.
+//! Counters of a volume's operations, requests and bytes.
 
 /// Counters of a volume's reads, or of its writes, since the volume was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,12 +22,12 @@ pub struct VolumeStats {
     pub flushes: u64,
     /// Operations that failed.
     pub failed: u64,
-    /// Requests that moved only a part of their bytes, so that the rest was requested again.
+    /// Transfers that moved only a part of a request's bytes, so that the request continued with the rest.
     pub continued: u64,
-    /// Requests that were sent to the kernel again after EINTR, EAGAIN or ENOMEM.
+    /// Retries of requests after EINTR, EAGAIN or ENOMEM.
     pub retried: u64,
-    /// Bytes that were copied through a chunk, because the address, the offset or the length of their transfer was not
-    /// aligned.
+    /// Bytes that the copy threads moved through chunks: of transfers whose address, offset or length was not aligned,
+    /// and of writes to a block that another operation was rewriting.
     pub bounced_bytes: u64,
     /// Operations that have begun but not ended.
     pub in_flight: u64,

@@ -6,8 +6,8 @@
 /// The default width of a stripe: one whole request, so that a large transfer keeps every device busy with requests of
 /// the size at which disks are fastest.
 pub const STRIPE_BYTES_DEFAULT: u64 = 1 << 20;
-/// The smallest and the largest width of a stripe. A stripe smaller than a page would split every request. With stripes
-/// of more than 1 GiB, a single device would serve most transfers.
+/// The smallest and the largest width of a stripe. A stripe smaller than a page would split each page into several
+/// requests. With stripes of more than 1 GiB, most transfers would use only one device.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 4096;
 pub(crate) const STRIPE_BYTES_MAX: u64 = 1 << 30;
 

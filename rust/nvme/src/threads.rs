@@ -1,4 +1,5 @@
-//! The thread backend: `pread`, `pwrite` and `fdatasync`, for systems without `io_uring`.
+//! The thread backend: a few threads call `preadv`, `pwritev`, `pwritev2` and `fdatasync`. It serves a volume if
+//! `io_uring` is not available, or if the caller chose threads.
 
 use std::{
     io,
@@ -16,10 +17,10 @@ use crate::{
     request::{Job, Jobs, NextStep, PAUSE, Request},
 };
 
-/// The number of threads for one device. Four threads with requests of 1 MiB reach the bandwidth of `io_uring`. Each
-/// thread waits in the kernel most of the time.
+/// The largest number of threads for one device. Four threads with requests of 1 MiB reach the bandwidth of `io_uring`.
+/// Each thread waits in the kernel most of the time.
 const THREADS_ONE_DEVICE: usize = 4;
-/// The number of threads that serve several devices together. Each device needs a few requests at a time.
+/// The largest number of threads that serve several devices together. Each device needs a few requests at a time.
 const THREADS_SEVERAL_DEVICES: usize = 8;
 
 pub(crate) struct Threads {
@@ -52,7 +53,8 @@ impl Threads {
 impl Backend for Threads {
     fn submit(&self, job: Job) {
         self.queue.lock().jobs.push(job);
-        // A job may have requests for several threads: each thread that takes a request wakes the next thread.
+        // A job may have requests for several threads. A thread that takes a request wakes another thread if the queue
+        // is not empty.
         self.queue.notify_one();
     }
 }
@@ -98,12 +100,13 @@ fn perform(request: &Request, device: &Device) -> Result<usize, i32> {
     let place = libc::iovec { iov_base: request.address.0.cast(), iov_len: request.bytes };
     let offset = i64::try_from(request.offset).map_err(|_| libc::EFBIG)?;
     let moved = match request.kind {
-        // SAFETY: the operation owns `request.bytes` bytes at `address` until its last request is answered.
+        // SAFETY: `request.bytes` bytes at `request.address` stay valid until this request is answered. They are in a
+        // caller's buffer, which an operation owns, or in the chunk of a copy thread that waits for this transfer.
         Kind::Read => unsafe { libc::preadv(descriptor, &raw const place, 1, offset) },
-        // SAFETY: the operation owns the bytes, as for `preadv`.
+        // SAFETY: the bytes stay valid, as for `preadv`.
         Kind::Write { durable: false } => unsafe { libc::pwritev(descriptor, &raw const place, 1, offset) },
         Kind::Write { durable: true } => {
-            // SAFETY: the operation owns the bytes, as for `preadv`.
+            // SAFETY: the bytes stay valid, as for `preadv`.
             unsafe { libc::pwritev2(descriptor, &raw const place, 1, offset, libc::RWF_DSYNC) }
         }
         // SAFETY: `fdatasync` takes no pointer.

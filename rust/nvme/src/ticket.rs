@@ -6,10 +6,12 @@ use memascend_mem::Wait;
 
 use crate::{Buffer, Error, Result, operation::Operation};
 
-/// A handle on an operation in flight. The operation owns the buffer until the kernel has finished with it.
+/// A handle on an operation in flight. The operation owns the buffer until [`take_buffer`](Self::take_buffer) or
+/// [`wait`](Self::wait) returns it.
 ///
 /// Dropping a ticket does not cancel the operation. The operation continues, and keeps the buffer until the operation
-/// ends. If the operation is a write and fails, the next [`Volume::flush`](crate::Volume::flush) reports the failure.
+/// ends. If the operation is a write and fails, the next [`Volume::flush`](crate::Volume::flush) or
+/// [`Volume::close`](crate::Volume::close) reports the failure.
 pub struct Ticket<B> {
     operation: Arc<Operation>,
     buffer: PhantomData<fn() -> B>,

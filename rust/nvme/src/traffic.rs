@@ -1,6 +1,7 @@
-//! Tracks the operations in flight in a volume, and makes operations on one block wait for each other.
+//! Tracks the operations in flight on a volume, and keeps two writes to one block from undoing each other.
 //!
-//! `close` waits until all operations have ended. A flush waits until the writes that began before it have ended.
+//! `Volume::close` waits until all operations have ended. `Volume::flush` waits until the writes that began before the
+//! flush have ended.
 //!
 //! [Note: block holds] A write that covers only a part of a block must read the block, change the part and write the
 //! block back. Two of these writes to different bytes of one block would undo each other. So a write of whole blocks

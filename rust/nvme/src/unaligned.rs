@@ -1,8 +1,9 @@
-//! Copies unaligned transfers through aligned chunks, on dedicated threads.
+//! Performs unaligned reads and writes: dedicated threads copy the bytes through aligned chunks of memory.
 //!
-//! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a write does not fill its
-//! first or last block, the thread reads the block, copies the new bytes into the block and writes the block back.
-//! During these steps the thread has an alone hold on the block (see [Note: block holds] in `traffic.rs`).
+//! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a piece of a write does
+//! not fill its first or last block, the thread reads this block into the chunk, copies the new bytes into the chunk
+//! and writes all blocks of the piece. During these steps the thread has an alone hold on these blocks (see [Note:
+//! block holds] in `traffic.rs`).
 
 use std::{
     collections::VecDeque,
@@ -52,7 +53,7 @@ impl Unaligned {
         Self { shared: Arc::new(Shared { context, backend, backlog: Guarded::default() }), threads: Mutex::default() }
     }
 
-    /// Allocates the chunks and starts the threads, on the first call.
+    /// Allocates the chunks and starts the threads, unless an earlier call has started them.
     pub(crate) fn ready(&self) -> Result<()> {
         let mut threads = locked(&self.threads);
         if !threads.is_empty() {
@@ -67,7 +68,8 @@ impl Unaligned {
                 Err(_) if !threads.is_empty() => break,
                 Err(error) => {
                     return Err(Error::Invalid(format!(
-                        "could not start a thread for unaligned transfers ({error}): raise ulimit -u"
+                        "could not start a thread for unaligned transfers: {error}; end other threads, or raise \
+                         `ulimit -u`"
                     )));
                 }
             }
@@ -120,7 +122,8 @@ impl Shared {
     fn next(&self) -> Option<(Arc<Operation>, Range<u64>)> {
         let mut backlog = self.backlog.when(|backlog| backlog.stop || !backlog.parts.is_empty());
         let (operation, range) = backlog.parts.pop_front()?;
-        // A piece ends at the end of a block, so that no two pieces of one operation share a block.
+        // A piece that does not end its part ends at the end of a block, so that no two pieces of one operation share a
+        // block.
         let end = range.end.min(self.blocks_of(&range).start + CHUNK_BYTES as u64);
         if end < range.end {
             backlog.parts.push_front((Arc::clone(&operation), end..range.end));

@@ -53,7 +53,7 @@ struct Queue {
 impl Uring {
     /// Starts the ring thread. The error says why the ring is not available.
     pub(crate) fn start(devices: &Arc<[Device]>, queue_depth: usize) -> Result<Self, String> {
-        let no_thread = |error: io::Error| format!("its thread could not be started: {error}");
+        let no_thread = |error: io::Error| format!("its thread or eventfd could not be created: {error}");
         let wake = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| no_thread(errno.into()))?;
         let fork_guard = ForkGuard::new(wake.as_fd());
         let inbox = Arc::new(Inbox { queue: Mutex::default(), wake, _wake_fork_guard: fork_guard });
@@ -111,8 +111,8 @@ fn refused(error: &io::Error) -> String {
             "the kernel forbids io_uring; set the sysctl kernel.io_uring_disabled to 0".to_owned()
         }
         (Some(libc::EPERM | libc::EACCES), _) => {
-            "this process may not use io_uring (a seccomp filter, such as Docker's default profile); allow \
-             io_uring_setup, io_uring_enter and io_uring_register in the filter"
+            "this process may not use io_uring, probably because of a seccomp filter such as Docker's default profile; \
+             allow io_uring_setup, io_uring_enter and io_uring_register in the filter"
                 .into()
         }
         (Some(libc::ENOSYS), _) => "this kernel has none (Linux 5.6 is needed), or a seccomp filter hides it".into(),
@@ -129,7 +129,7 @@ fn refused(error: &io::Error) -> String {
 impl Inbox {
     fn wake(&self) {
         let written = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-        // The write can only fail if 2^64 - 2 wakes are unread.
+        // The write does not fail. It would block only if 2^64 - 2 wakes were unread.
         debug_assert_eq!(written, Ok(8));
     }
 }
@@ -223,15 +223,14 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits the callers' jobs until the kernel has `depth` requests. When no job is left, submits a read of the
-    /// eventfd. Returns true if the thread should stop.
+    /// Puts requests of the callers' jobs into the ring until all places are taken. If no job is left, adds a read of
+    /// the eventfd, unless the thread should stop. Returns true if the thread should stop.
     fn collect(&mut self) -> bool {
         loop {
             self.fill();
             let mut queue = locked(&self.inbox.queue);
             if self.free.is_empty() {
-                // The kernel has no room for another request. The next completion makes room, and `run` calls `collect`
-                // again.
+                // All places are taken. The next completion frees a place, and `run` calls `collect` again.
                 return queue.stop;
             }
             if queue.jobs.is_empty() {
@@ -246,7 +245,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits a read of the eventfd, so that a wake-up arrives as a completion.
+    /// Puts a read of the eventfd into the ring, unless one is pending, so that a wake-up arrives as a completion.
     fn listen(&mut self) {
         if !self.listening {
             self.listening = true;
@@ -255,7 +254,7 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits requests until all places are taken or no request waits.
+    /// Puts requests into the ring until all places are taken or no request waits. Submits each large request at once.
     fn fill(&mut self) {
         while let Some(&mark) = self.free.last() {
             let Some(request) = self.again.pop().or_else(|| self.next_request()) else { return };
@@ -273,15 +272,15 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Takes the next request. `fill` calls `next_request` only when the kernel has room. So a first-lane request that
-    /// arrives while the kernel has no room goes before all waiting requests of the second lane.
+    /// Takes the next request. `fill` calls `next_request` only when a place is free. So a first-lane request that
+    /// arrives while all places are taken goes before all waiting requests of the second lane.
     fn next_request(&self) -> Option<Request> {
         locked(&self.inbox.queue).jobs.next_request()
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: a request in `places` owns the entry's memory, or the memory is `wakes`. The memory lives until the
-        // completion, because `run` returns only once the kernel has no request and no eventfd read.
+        // SAFETY: the entry's memory is `wakes`, or memory that stays valid until a request in `places` is answered.
+        // Both outlive the completion, because `run` returns only once the kernel has no request and no eventfd read.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             // The submission queue has one entry for each place and one for the eventfd. So the queue is full only
             // while the kernel has not yet taken the entries.
@@ -291,8 +290,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Submits requests and waits for a completion. May return without a completion after a signal, or if the kernel is
-    /// short of memory. `run` then calls `enter` again.
+    /// Submits requests and waits for a completion. May return without a completion if the system call fails. `run`
+    /// then calls `enter` again.
     fn enter(&mut self) {
         if let Err(error) = self.ring.submit_and_wait(1) {
             match error.raw_os_error() {

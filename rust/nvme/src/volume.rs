@@ -41,8 +41,8 @@ pub struct DeviceInfo {
 /// Operations on the same bytes may be done in any order: wait for the first operation before you begin the second
 /// operation.
 ///
-/// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a write that
-/// failed after its ticket was dropped.
+/// Dropping a volume waits for the operations in flight. [`close`](Self::close) waits too, and reports a failed write
+/// whose ticket was dropped before it reported the failure.
 pub struct Volume {
     pub(crate) context: Arc<Context>,
     /// `None` once the volume is closed.
@@ -87,8 +87,8 @@ impl Volume {
     }
 
     /// Keeps the files that were created or grown for this volume. Before `keep`, dropping a volume that was opened
-    /// from a [`Claim`](crate::Claim) removes the created files and shrinks the grown files. A file with a pending name
-    /// is kept only once [`take_name`](Self::take_name) has renamed it.
+    /// from a [`Claim`](crate::Claim) removes the created files, and restores the length and the permissions of the
+    /// other files. A file with a pending name is kept only once [`take_name`](Self::take_name) has renamed it.
     pub fn keep(&self) {
         self.opened().iter().for_each(Device::keep);
     }
@@ -96,7 +96,8 @@ impl Volume {
     /// Renames files from their pending names to their own names, and keeps the files.
     ///
     /// # Errors
-    /// Fails if another file has the name. That file is not changed.
+    /// Fails if another file has the name (that file is not changed), if the pending file was deleted, moved or
+    /// replaced, or if a system call fails.
     pub fn take_name(&self) -> Result<()> {
         self.opened().iter().try_for_each(Device::take_name)
     }
@@ -107,8 +108,8 @@ impl Volume {
         self.opened().iter().any(Device::is_pending)
     }
 
-    /// Tells the volume that its caller removes the names of the volume's files. `lost` then ignores these files, and
-    /// dropping the volume undoes nothing.
+    /// Call this before you remove the names of the volume's files. `lost` then ignores these files, and dropping the
+    /// volume undoes nothing.
     pub fn forgo_names(&self) {
         self.opened().iter().for_each(Device::forgo_name);
     }
@@ -151,8 +152,8 @@ impl Volume {
         self.begin((Kind::Read, lane), buffer, offset)
     }
 
-    /// Begins to write the buffer at `offset`. The write ends when the device has the bytes. [`flush`](Self::flush)
-    /// makes the bytes durable.
+    /// Begins to write the buffer at `offset`. The write ends when the device has the bytes, or the page cache if I/O
+    /// on the device is buffered. [`flush`](Self::flush) makes the bytes durable.
     pub fn write<B: Buffer>(&self, buffer: B, offset: u64) -> std::result::Result<Ticket<B>, NotBegun<B>> {
         self.begin((Kind::Write { durable: false }, Lane::Second), buffer, offset)
     }
@@ -165,9 +166,9 @@ impl Volume {
 
     /// Makes every write that began before the call survive a power loss, on every device.
     ///
-    /// A failed flush makes every later flush fail: the kernel has dropped the data that it could not write, and a
-    /// second flush would succeed without that data. A flush also reports, once, a write that failed after its ticket
-    /// was dropped.
+    /// A failed flush or durable write makes every later flush fail: the kernel has dropped the data that it could not
+    /// write, and a second flush would succeed without that data. A flush also reports, once, a failed write whose
+    /// ticket was dropped before it reported the failure.
     pub fn flush(&self, mut wait: Wait<'_>) -> Result<()> {
         let context = &self.context;
         context.check_process()?;
@@ -194,7 +195,8 @@ impl Volume {
     }
 
     /// Rejects new operations, waits for the operations in flight, ends the threads and closes the devices. `close` may
-    /// be called again, also after an interrupted wait. Reports a write that failed after its ticket was dropped.
+    /// be called again, also after an interrupted wait. Reports a failed write whose ticket was dropped before it
+    /// reported the failure.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         self.context.check_process()?;
         self.context.traffic.close();
@@ -215,8 +217,9 @@ impl Volume {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, and keeps the
-    /// size of the volume, if a file system has no room or a raw device is too small.
+    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, and keeps the size of
+    /// the volume, if a file system has no room, a raw device is too small, or the volume is simulated or closed. Files
+    /// that have grown before the failure stay grown.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
@@ -262,7 +265,7 @@ impl Volume {
         self.why_not.as_deref()
     }
 
-    /// The largest number of requests that the kernel has at once, per device.
+    /// The queue depth. With n devices, the kernel has at most n times this number of requests at once.
     #[must_use]
     pub fn queue_depth(&self) -> usize {
         self.queue_depth

@@ -1,5 +1,5 @@
-//! Makes random operations on simulated devices whose requests can fail. Compares the results with the results of the
-//! same operations on a plain array of bytes.
+//! Tests volumes on simulated devices that fail, delay, shorten and reorder requests, and that lose power. Random
+//! operations must give the same results as on a plain array of bytes.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -26,7 +26,8 @@ fn everything(volume: &Volume) -> Vec<u8> {
     read.buffer
 }
 
-/// Returns a random offset and a random length. Most offsets and lengths are small and unaligned, and some are large.
+/// Returns a random offset and a random length. Most lengths are small and unaligned, and some are large. About a third
+/// of the offsets are multiples of 512.
 fn place(rng: &mut Rng, size: usize) -> (usize, usize) {
     let most = [40, 700, 5000, 300_000][rng.below(4)].min(size);
     let nbytes = rng.below(most);

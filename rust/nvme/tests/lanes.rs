@@ -12,7 +12,7 @@ use memascend_nvme::{
 const BLOCK: usize = 1 << 20;
 const WRITES: usize = 48;
 
-/// Returns `count` aligned buffers of one block each.
+/// Returns `count` aligned buffers of `BLOCK` bytes each.
 fn rooms(count: usize) -> Vec<Lease> {
     let region = Region::new(count * BLOCK, Pin::Off, OnFork::Wipe, "a test").unwrap_or_else(|error| panic!("{error}"));
     let ring = ChunkRing::new(&region, BLOCK, count).unwrap_or_else(|error| panic!("{error}"));

@@ -57,7 +57,7 @@ pub(crate) fn chosen<T: Copy>(py: Python<'_>, name: &str, asked: &str, choices: 
     found.ok_or_else(|| config_error(py, format!("{name} must be one of {names:?}, not {asked:?}")))
 }
 
-/// Returns Python's `repr` of a value.
+/// Returns Python's `repr` of a value, or a placeholder if `repr` fails.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
-    value.repr().map_or_else(|_| "that".into(), |repr| repr.to_string())
+    value.repr().map_or_else(|_| "a value whose repr() fails".into(), |repr| repr.to_string())
 }

@@ -1,4 +1,5 @@
-//! Python bindings of store descriptions: functions that take records and return sizes or state tensors.
+//! Python bindings of store descriptions. They compute the sizes of a store, and the state tensors of a record, without
+//! a store.
 
 use memascend_store::{Description, Dtype, Format, Kind, Record, Sizes, StateTensor};
 use pyo3::prelude::*;
@@ -15,16 +16,17 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// A tensor of a description: name, dtype, shape.
 type Tensor = (String, String, Vec<u64>);
 /// A record, as (is a buffer, unit, values, state, order of the dimensions, dtype of spilled gradients, format of the
-/// state, first element). If the record has only some rows of a parameter, the last entry is the index in the parameter
-/// of the record's first element; otherwise the last entry is `None`. If the format is `None`, the record is compact if
-/// it has the tensors of a compact record, and plain otherwise.
+/// state, first element). If the record has only some rows of a parameter, the last entry is the index of the record's
+/// first element in the parameter; otherwise the last entry is `None`. If the format is `None`, the record is compact
+/// if it has the tensors of a compact record, and plain otherwise.
 pub(crate) type Described = (bool, u32, Tensor, Vec<Tensor>, Vec<u8>, Option<String>, Option<String>, Option<u64>);
 
 /// The results of [`store_sizes`], in the order in which its documentation lists them.
 type SizesOf = (u64, u64, u64, u64, u64, u64, Vec<u64>, Vec<(u64, u64)>);
 
-/// Returns sizes in bytes for a store of this description: the whole store, a slot, the index, the buffers, a staging
-/// chunk, the engine's memory for state that is not cut into chunks, each unit, and each record.
+/// Returns sizes in bytes for a store of this description: the whole store, one slot of all records, the index in
+/// memory, the other memory of an open store, a staging chunk, the engine's memory for state that is not cut into
+/// chunks, the values of each unit, and the (values, state) of each record.
 #[pyfunction]
 fn store_sizes(
     py: Python<'_>,
@@ -59,8 +61,8 @@ fn store_log_bytes(
     Ok(description.log_bytes(&logged.iter().filter_map(spills).collect::<Vec<_>>(), steps))
 }
 
-/// Returns the bytes that second places for the gradients of the records `deferred` take at the end of a store. A store
-/// needs these places to defer updates of these records.
+/// Returns the bytes by which a store grows so that updates of the records `deferred` can be deferred: second places
+/// for all spilled gradients, and a small log. Returns 0 if `deferred` is empty.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_places_bytes(
@@ -129,8 +131,8 @@ pub(crate) fn format(py: Python<'_>, name: &str) -> PyResult<Format> {
     Format::from_name(name).ok_or_else(|| config_error(py, format!("{name:?} is not the name of a state format")))
 }
 
-/// Returns the state tensors that a record has in the format `of_state`, as (name, dtype, shape). The optimizer is SGD
-/// with momentum if `momentum` is true, and Adam otherwise.
+/// Returns the state tensors that a record has in the format `of_state`, as (name, dtype, shape). If `momentum` is
+/// true, the optimizer has one moment (SGD with momentum, Muon); otherwise it is Adam.
 #[pyfunction]
 fn store_state_in(
     py: Python<'_>,
@@ -147,10 +149,10 @@ fn store_state_in(
 
 /// The largest size in bytes of the user's value in a commit.
 const USER_BYTES_MAX: u32 = 64 << 10;
-/// The largest size in bytes of the hyperparameters in a commit. The hyperparameters include the position of a trainer,
-/// which may take half of these bytes.
+/// The largest size in bytes of the hyperparameters in a commit. The hyperparameters include the position of a Trainer,
+/// which has a limit of its own (`_BYTES_MAX` in `trainer/position.py`).
 const HYPERPARAMETERS_BYTES_MAX: u32 = 128 << 10;
 
 pub(crate) fn dtype(py: Python<'_>, name: &str) -> PyResult<Dtype> {
-    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a store cannot contain tensors of dtype {name}")))
+    Dtype::from_name(name).ok_or_else(|| config_error(py, format!("a store cannot hold dtype {name}; use another one")))
 }

@@ -87,16 +87,17 @@ impl Engine {
     }
 
     /// Replays the gradient log of a store that was not closed: applies the logged gradients, then writes and commits
-    /// the updated records. Returns False if the store has no log.
+    /// the updated records. Returns False if the store has no log. Calls `progress(done, all)` with numbers of bytes of
+    /// gradients.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         watched(py, progress, |progress| self.inner.replay(progress))
     }
 
-    /// Queues a job that writes a record's first values and state. If a tensor in `state` is None, the job writes the
-    /// values for a float32 master of the record's shape, and zeros for any other tensor. `wide` is (master, first
-    /// moment, second moment). An entry may be a float32 tensor if the record's format stores this part in fewer bits;
-    /// otherwise the entry is None.
+    /// Queues a job that writes a record's first values and state. `wide` is (master, first moment, second moment). An
+    /// entry may be a float32 tensor if the record's format stores this part in fewer bits; otherwise the entry is
+    /// None. If a tensor in `state` is None, the job writes the contents from `wide`. If `wide` does not have them, the
+    /// job writes the values for a float32 "master" of the record's shape, and zeros for any other tensor.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -113,7 +114,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.fill(record, first, wait))
     }
 
-    /// Queues the update of a parameter, and returns once the queue has room for the gradient.
+    /// Queues the update of a parameter, and returns once the queue has room for the gradient. With `spills`, the
+    /// update also spills the gradient.
     #[pyo3(signature = (name, gradient, numbers, *, values=None, spills=false))]
     fn update(
         &self,
@@ -135,7 +137,7 @@ impl Engine {
     }
 
     /// Queues an update like `update`, but with the spilled gradient. The update multiplies the gradient by each of
-    /// `factors`, one after the other. The spilled gradient on storage stays unchanged.
+    /// `factors`, one after the other. The spilled gradient stays unchanged.
     #[pyo3(
         signature = (name, numbers, *, factors=vec![], values=None),
         text_signature = "(self, name, numbers, *, factors=(), values=None)"
@@ -153,7 +155,8 @@ impl Engine {
     }
 
     /// Queues a job that spills a gradient to storage. With `add`, the job adds the gradient to the spilled gradient of
-    /// the record. The sum is equal bit for bit to the result of torch's `add_`.
+    /// the record. The sum is equal bit for bit to the result of torch's `add_`. If the record is in RAM, keeps the
+    /// gradient, or the sum, in memory instead.
     #[pyo3(signature = (name, gradient, *, add=false))]
     fn spill(&self, name: &Bound<'_, PyString>, gradient: &Bound<'_, PyAny>, add: bool) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
@@ -161,8 +164,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
-    /// Examines the spilled gradient. Returns whether an element is not finite, and the exact sum of the squares of all
-    /// elements.
+    /// Waits for the record's queued jobs. Returns whether the spilled gradient has an element that is not finite, and
+    /// the sum of the squares of all elements (see `summed`).
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
@@ -176,7 +179,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.read_spilled(record, into, wait))
     }
 
-    /// Waits until the record's queued jobs have ended, then forgets the record's spilled gradient, if it has one.
+    /// Forgets the record's spilled gradient, if it has one. If jobs of the record are queued, a job that is queued
+    /// after them forgets the gradient.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
@@ -209,9 +213,9 @@ impl Engine {
     }
 
     /// Defers an update to the next step. The update will multiply the spilled gradient by each of `factors`. The
-    /// current step commits the gradient.
+    /// commit of the current step names the gradient.
     ///
-    /// Returns False if the update cannot be deferred, because the record is in RAM or has no second place
+    /// Returns False if the update cannot be deferred, for example because the record is in RAM or has no second place
     /// (`Store.keep_places`).
     #[pyo3(signature = (name, numbers, *, factors=vec![]), text_signature = "(self, name, numbers, *, factors=())")]
     fn defer(&self, name: &Bound<'_, PyString>, numbers: &Bound<'_, PyAny>, factors: Vec<f64>) -> PyResult<bool> {
@@ -220,7 +224,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.defer(record, rule, &factors, wait))
     }
 
-    /// If the last commit deferred an update of the record, queues a job that makes this update.
+    /// If the last commit deferred an update of the record, queues a job that makes this update, unless another job has
+    /// made or makes it.
     fn settle_later(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |mut wait| self.inner.settle_later(record, &mut wait))
@@ -246,7 +251,10 @@ impl Engine {
         let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
         let memory = bytes_into(into, || "pass a contiguous uint8 tensor on the CPU to fetch a unit into".into())?;
         if !memory.as_ptr().addr().is_multiple_of(PAGE_BYTES) {
-            let message = format!("the tensor to fetch a unit into must begin at a multiple of {PAGE_BYTES} bytes");
+            let message = format!(
+                "the tensor to fetch a unit into must begin at an address that is a multiple of {PAGE_BYTES}; pass a \
+                 page-aligned tensor"
+            );
             return Err(config_error(py, message));
         }
         let inner = py.detach(|| self.inner.fetch(unit, memory, settle)).or_raise(py)?;
@@ -268,18 +276,19 @@ impl Engine {
         Ok(UnitParts::new(parts, checkers))
     }
 
-    /// Waits until every update is staged.
+    /// Starts the updates of records in RAM that are staged before the commit, then waits as `drain` does.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.finish(wait))
     }
 
-    /// Waits until the queue is empty. Unlike `finish`, does not start the updates of records in RAM.
+    /// Waits until every queued job has ended. Unlike `finish`, does not start the updates of records in RAM.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.drain(wait))
     }
 
-    /// Commits a step, with `user` and `hyperparameters` as JSON. Calls `agree` once all data is flushed. If `agree`
-    /// raises an exception, the commit fails with this exception, and the last commit stays valid.
+    /// Waits for the step's updates, then commits the step, with `user` and `hyperparameters` as JSON. Calls `agree`
+    /// once all data is flushed. If `agree` raises an exception, the commit fails with this exception, and the last
+    /// commit stays valid.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -300,8 +309,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
-    /// Drops queued jobs, waits for running jobs, and forgets the staged step. With `name`, does this only for the
-    /// record `name`.
+    /// Drops queued jobs, except the jobs of fetches, waits for all other jobs, and forgets the staged step. With
+    /// `name`, does this only for the record `name`.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
@@ -311,20 +320,22 @@ impl Engine {
         })
     }
 
-    /// Bytes of host memory that the engine holds, except gradients in its queue.
+    /// Bytes of host memory that the engine allocated for staging chunks, for state that is not cut into chunks, and
+    /// for whole records.
     #[getter]
     fn staging_bytes(&self) -> usize {
         self.inner.staging_bytes()
     }
 
-    /// Bytes of gradients in queued and running jobs. `counters()` has the same number as "queued".
+    /// Bytes of callers' tensors, such as gradients, in queued and running jobs. `counters()` has the same number as
+    /// "queued".
     #[getter]
     fn queued_bytes(&self) -> usize {
         self.inner.queued_bytes()
     }
 
-    /// Returns a dict: counts of jobs and chunks, bytes by kind, the bytes of "queued" gradients and their peak, and
-    /// "seconds", the time that the engine's thread spent on each activity.
+    /// Returns a dict: counts of jobs and chunks, bytes by kind, the bytes of "queued" and "waiting" gradients and
+    /// their peaks, and "seconds", the time that was spent on each activity.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);

@@ -85,7 +85,8 @@ impl IntoPyErr for MemoryError {
             MemoryError::Closed | MemoryError::Forked | MemoryError::RegionTaken | MemoryError::Interrupted { .. } => {
                 exception(py, "UsageError", message)
             }
-            // Invalid, PinRefused, NoSuchClass, TooManyOwners: an argument was wrong.
+            // Invalid, PinRefused, NoSuchClass, TooManyOwners: an argument is wrong, or the system cannot do what it
+            // asks for.
             _ => config_error(py, message),
         }
     }
@@ -108,7 +109,7 @@ impl IntoPyErr for NvmeError {
             NvmeError::Closed | NvmeError::Forked | NvmeError::TooMany { .. } | NvmeError::Interrupted { .. } => {
                 exception(py, "UsageError", message)
             }
-            // Invalid, PastTheEnd, NoBackend: an argument was wrong.
+            // Invalid, PastTheEnd, NoBackend: an argument is wrong, or the system cannot do what it asks for.
             _ => config_error(py, message),
         }
     }

@@ -1,4 +1,4 @@
-//! Python bindings that examine stores and report progress.
+//! Python bindings that verify the commits of a store, and list them.
 
 use std::path::PathBuf;
 
@@ -16,9 +16,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and verifies both commits of a store. Calls `progress(done, all)`. If `progress` raises an exception, the
-/// examination stops and raises this exception. Returns a dict for each commit: "generation", "step", "extents",
-/// "bytes", "damages" (texts of the first errors) and "others" (the number of errors that "damages" does not contain).
+/// Reads and verifies both commits of a store. Calls `progress(done, all)` with numbers of bytes. If `progress` raises
+/// an exception, the examination stops and raises this exception. Returns a dict for each commit, and for each damaged
+/// root: "generation" (None for a damaged root), "step", "extents", "bytes", "damages" (texts of the first errors) and
+/// "others" (the number of errors that "damages" does not contain).
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(
@@ -42,8 +43,8 @@ fn store_examine<'py>(
 }
 
 /// Returns (commits, damage). `commits` lists the commits that undamaged roots name, the newest first. The list is
-/// empty if the store's first write did not finish. `damage` describes the damage of a root, or is None. Returns None
-/// if the paths have no store.
+/// empty if the store's first write did not finish, or if its file is empty. `damage` describes the damage of a root,
+/// or is None. Returns None if the paths have no store.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_commits(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<Option<(Vec<CommitId>, Option<String>)>> {

@@ -12,8 +12,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LentBuffer>()
 }
 
-/// How many milliseconds [`Lender::require_back`] waits. The threads of a collective operation drop their tensors a
-/// moment after the operation has returned.
+/// How many milliseconds [`Lender::require_back`] waits at most. The threads of a collective operation drop their
+/// tensors a moment after the operation has returned.
 const PATIENCE_MS: u32 = 500;
 
 /// Lends memory to a Python function during one call.
@@ -26,8 +26,8 @@ impl Lender {
         Py::new(py, LentBuffer { memory, _lent: Arc::clone(&self.0) })
     }
 
-    /// Runs a garbage collection and waits a short time until Python has dropped all lent buffers. Returns an error if
-    /// Python then still holds a lent buffer.
+    /// If Python still holds a lent buffer, runs a garbage collection and waits a short time for Python to drop all
+    /// lent buffers. Returns an error if Python then still holds one.
     pub(crate) fn require_back(&self, py: Python<'_>) -> PyResult<()> {
         if Arc::strong_count(&self.0) > 1 {
             py.import("gc")?.call_method0("collect")?;
@@ -41,14 +41,14 @@ impl Lender {
         if Arc::strong_count(&self.0) > 1 {
             return Err(usage_error(
                 py,
-                "it kept a tensor of its chunk, but this memory is used again: keep a clone()",
+                "the function kept a tensor of its chunk, whose memory is used again; keep a clone() of the tensor",
             ));
         }
         Ok(())
     }
 }
 
-/// Lent memory of a chunk. Tensors on the memory keep this object alive.
+/// Memory that is lent to Python: of a chunk, or of a unit in RAM. Tensors on the memory keep this object alive.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
     memory: Shared,
@@ -73,7 +73,7 @@ impl LentBuffer {
 pub(crate) fn applied(adapter: Py<PyAny>) -> Box<Function> {
     Box::new(move |chunk| {
         let called = Python::try_attach(|py| called(py, &adapter, chunk).map_err(|error| -> Cause { Arc::new(error) }));
-        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the Python interpreter is shutting down"))))
+        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("Python is shutting down; call close() first"))))
     })
 }
 

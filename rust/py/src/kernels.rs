@@ -1,9 +1,9 @@
 //! Python bindings of `rust/math`.
 //!
 //! [Note: trusted addresses] Tensors arrive as addresses, which `memascend.kernels` or `memascend.engine` has checked.
-//! No other code calls functions that take addresses. Each address is valid for the stated number of elements or bytes,
-//! aligned for their type, on the CPU, and alive during the call. Memory that a function writes to overlaps no other
-//! argument.
+//! No other module of the package calls a function that reads or writes memory at an address. Each address is valid for
+//! the stated number of elements or bytes, aligned for their type, on the CPU, and alive during the call. Memory that a
+//! function writes to overlaps no other argument.
 
 use std::{num::NonZeroUsize, slice};
 

@@ -37,7 +37,7 @@ pub(crate) struct Lease {
 
 const RETURNED: &str = "this lease was returned already; take another lease";
 const IN_USE: &str =
-    "a tensor still uses this lease; delete all views of the tensor, and the lease ends with the last view";
+    "a tensor or buffer still uses this lease; delete it and all its views, then release the lease again";
 
 #[pymethods]
 impl Lease {
@@ -55,7 +55,7 @@ impl Lease {
 
     /// Returns a tensor in the leased bytes, without a copy. The tensor has the bytes that are in the slot now.
     ///
-    /// The lease ends when the last view of the tensor is gone, even if this `Lease` object is deleted earlier.
+    /// The tensor and its views keep the lease alive, even if this `Lease` object is deleted earlier.
     fn tensor<'py>(&self, shape: &Bound<'py, PyAny>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = shape.py();
         let torch = py.import("torch")?;
@@ -115,7 +115,7 @@ impl Lease {
         held.map(|lease| LeaseBuffer { lease: Some(lease) }).ok_or_else(|| usage_error(py, RETURNED))
     }
 
-    /// Ends the lease at once. Fails if a tensor still uses the lease.
+    /// Ends the lease at once. Fails if a tensor or buffer still uses the lease, or if the lease has already ended.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         let returned = {
             let mut held = self.held();
@@ -189,7 +189,7 @@ impl Lease {
     }
 }
 
-/// The bytes of a lease as a writable buffer. The lease lives as long as this object.
+/// The bytes of a lease as a writable buffer. This object keeps the lease alive.
 #[pyclass(frozen, module = "memascend._core")]
 struct LeaseBuffer {
     /// `None` only while `drop` runs.

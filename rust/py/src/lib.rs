@@ -1,7 +1,7 @@
 //! `memascend._core`: the Python bindings of the Rust crates, and nothing else.
 //!
-//! Each function extracts its arguments, releases the GIL around the work and wraps the result. Only `errors` turns
-//! errors into exceptions, and only `arguments` checks numbers.
+//! A function extracts its arguments, releases the GIL while it computes or waits, and wraps the result. Only `errors`
+//! converts errors of the other crates into exceptions.
 
 mod agreement;
 mod arguments;
@@ -27,7 +27,8 @@ mod waiting;
 
 use pyo3::prelude::*;
 
-/// Registers the classes and functions. Python code imports them only through `memascend.memory` and similar modules.
+/// Registers the classes and functions. In the package, only `memory`, `nvme`, `tensors`, `storage` and `kernels`
+/// import this module.
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -1,4 +1,5 @@
-//! Python bindings of `rust/mem`: regions, arenas, rings, files in memory.
+//! Python bindings of `rust/mem`: regions, arenas, rings, files mapped as memory, limits of memory, the C library's
+//! heap.
 
 use std::{
     collections::BTreeMap,
@@ -38,8 +39,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(end_heap_step, module)?)
 }
 
-/// Page-aligned memory on huge pages, pinned as well as the system allows. The system provides all pages before the
-/// first use.
+/// Page-aligned memory, on huge pages if possible. With `pin="auto"`, pinned as well as the system allows. The system
+/// provides all pages before the first use.
 ///
 /// The region has `nbytes` bytes, rounded up to whole pages. The memory returns to the system once the region is closed
 /// and the last tensor in it is gone. `pinned` says how the memory is pinned. `why_not` says why the memory is not
@@ -130,8 +131,8 @@ impl Region {
     }
 }
 
-/// A region that is divided once, as planned, into slots of exact sizes. So leasing never allocates or fragments
-/// memory.
+/// A region that is divided once, as planned, into slots of exact sizes. So a lease takes no new memory from the system
+/// and cannot fragment the region.
 ///
 /// A lease takes a slot of the smallest class that is large enough, never a slot of a larger class. So leases that fit
 /// into the plan succeed in every order.
@@ -328,8 +329,8 @@ fn ignore_captures() -> bool {
     mem::ignore_captures()
 }
 
-/// The memory of an arena's classes. `asked` counts the bytes of the classes. `reserved` also counts the bytes that
-/// align every slot for I/O.
+/// The memory of an arena's classes. `asked` counts the bytes of the classes. `reserved` also counts the bytes between
+/// slots that align large slots for I/O.
 #[pyclass(frozen, get_all, name = "Layout", module = "memascend.memory")]
 struct LayoutBytes {
     asked: usize,
@@ -351,8 +352,9 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Makes the C library serve each large allocation of this process by a separate mapping from now on. Also occupies the
-/// holes of the C library's heap, and returns free heap memory to the system.
+/// Makes the C library serve each large allocation of this process by a separate mapping, until `end_heap_step` ends a
+/// step with a large batch. Also occupies the holes of the C library's heap, and returns free heap memory to the
+/// system.
 ///
 /// If the environment has `MEMASCEND_MALLOC=system`, this function does nothing. If the environment sets glibc's own
 /// variables, this function only returns free heap memory.
@@ -368,8 +370,9 @@ fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// Ends a step that had `backwards` backward passes. Returns free heap memory to the system, unless the backward passes
-/// touched much memory. If the passes touched much memory, the heap keeps freed memory from now on.
+/// Ends a step that had `backwards` backward passes. If each pass touched far more than `model_bytes`, and enough
+/// memory is available, the heap keeps freed memory from now on. Until then, each call returns free heap memory to the
+/// system.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));

@@ -22,7 +22,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(io_uring_why_not, module)?)
 }
 
-/// One address space over one or several devices; `memascend.nvme.open()` makes a volume. Any thread may use it.
+/// One address space over one or several devices; `memascend.nvme.open()` makes a volume. Any thread may use the
+/// volume.
 ///
 /// Operations on different bytes never disturb each other, even inside one block of the device. Wait for an operation
 /// before you begin another operation on the same bytes. `close()`, the deletion of the volume and the end of the
@@ -64,7 +65,7 @@ impl Volume {
     /// Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
     ///
     /// If offset, length and address are multiples of `alignment`, the device writes directly to the memory of `into`;
-    /// otherwise the bytes are copied.
+    /// otherwise at least some bytes are copied.
     fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(into, false)?;
         begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
@@ -72,7 +73,8 @@ impl Volume {
 
     /// Begins to write `data`, a contiguous CPU tensor or a buffer, to `offset`.
     ///
-    /// When the write has ended, the device has the bytes. `flush()` makes the bytes survive a loss of power.
+    /// When the write has ended, the device has the bytes, or the page cache if I/O on the device is buffered.
+    /// `flush()` makes the bytes survive a loss of power.
     fn write(&self, data: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(data, true)?;
         begun(data.py(), self.inner.write(held, number("offset", offset)? as u64))
@@ -85,7 +87,8 @@ impl Volume {
         waiting(py, timeout, |wait| self.inner.flush(wait))
     }
 
-    /// Waits for operations in flight, then closes the devices. A second call does nothing. Does not flush.
+    /// Waits for operations in flight, then closes the devices. Does not flush. Raises the error of a failed write
+    /// whose ticket was dropped before it raised the error. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.close(wait))
     }
@@ -99,7 +102,7 @@ impl Volume {
         self.close(py)
     }
 
-    /// True once `close()` was called.
+    /// True once `close()` has closed the devices, and in a forked child.
     #[getter]
     fn closed(&self) -> bool {
         self.inner.is_closed()
@@ -136,7 +139,8 @@ impl Volume {
         self.inner.is_direct()
     }
 
-    /// The largest number of requests that each device gets at once. A request has at most 1 MiB.
+    /// The queue depth. With n devices, the system has at most n times this number of requests at once. A request has
+    /// at most 1 MiB.
     #[getter]
     fn queue_depth(&self) -> usize {
         self.inner.queue_depth()
@@ -216,13 +220,13 @@ impl TensorMemory {
         let device = tensor.getattr("device")?;
         if device.getattr("type")?.extract::<String>()? != "cpu" {
             return refused(&format!(
-                "only CPU tensors can be read and written, and this tensor is on {device}; copy it to the CPU first"
+                "only CPU tensors can be read and written, and this tensor is on {device}; pass a tensor on the CPU"
             ));
         }
         if tensor.getattr("layout")?.to_string() != "torch.strided" || !is("is_contiguous")? {
             return refused(
-                "the tensor is not contiguous; pass tensor.contiguous(), or read into a contiguous tensor and copy \
-                 from it",
+                "the tensor is sparse or not contiguous; to write, pass a dense contiguous copy; to read, pass a dense \
+                 contiguous tensor and copy from it",
             );
         }
         if is("is_conj")? || is("is_neg")? {
@@ -283,8 +287,8 @@ unsafe impl Buffer for TensorMemory {
 /// An operation in flight. Deleting the ticket does not cancel the operation: the operation continues, and the memory
 /// stays alive until the operation ends.
 ///
-/// If a write fails after its ticket was dropped, the next `Volume.flush()` or `Volume.close()` raises the write's
-/// error, once.
+/// If a write fails and its ticket is dropped before it raised the error, the next `Volume.flush()` or `Volume.close()`
+/// raises the error, once.
 #[pyclass(frozen, module = "memascend.nvme")]
 struct Ticket {
     inner: nvme::Ticket<TensorMemory>,

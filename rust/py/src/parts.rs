@@ -18,7 +18,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Fetch>()
 }
 
-/// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
+/// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit: if a later commit has
+/// overwritten a record whose update was deferred, `begin` raises an error.
 ///
 /// The store does not write to the slots of the unit's values until each part was read once, or until this object and
 /// all its reads are gone. Until then, the step after the next commit waits before it writes to these slots.
@@ -82,8 +83,8 @@ impl Checkers {
     }
 }
 
-/// A unit, or a part of a unit, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make it. Any
-/// thread may use it.
+/// A unit, or a part of a unit, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make this object.
+/// Any thread may use it.
 ///
 /// The store does not write to the slots of the unit's values until the device has ended the reads. Until then, the
 /// step after the next commit waits before it writes to these slots. Dropping this object waits for the device, too.
@@ -100,12 +101,13 @@ impl From<UnitFetch<TensorMemory>> for Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, but not the read.
+    /// Waits for the device and for computed values, without the GIL, and verifies every byte that was read from
+    /// storage. Ctrl-C ends the wait, but not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))
     }
 
-    /// True once the device has ended the read, successfully or not. Never waits.
+    /// True once the device has ended the read and all values are computed, successfully or not. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }

@@ -4,7 +4,7 @@ use std::{mem::ManuallyDrop, ops::Deref};
 
 use pyo3::Python;
 
-/// A value whose drop waits for devices or threads.
+/// A value whose drop is slow, for example because it waits for devices or threads.
 pub(crate) struct Detached<T: Send>(ManuallyDrop<T>);
 
 impl<T: Send> Detached<T> {

@@ -14,7 +14,7 @@ pub(crate) fn lending(function: Py<PyAny>) -> Box<Source> {
     Box::new(move |start, nbytes| {
         let called =
             Python::try_attach(|py| lent(py, &function, start, nbytes).map_err(|error| -> Cause { Arc::new(error) }));
-        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("the Python interpreter is shutting down"))))
+        called.unwrap_or_else(|| Err(Arc::new(PyRuntimeError::new_err("Python is shutting down; call close() first"))))
     })
 }
 
@@ -24,6 +24,8 @@ fn lent(py: Python<'_>, function: &Py<PyAny>, start: usize, nbytes: usize) -> Py
     let address = NonNull::new(address as *mut u8).filter(|_| inside && address.is_multiple_of(8));
     let address =
         address.ok_or_else(|| PyValueError::new_err("window() must lend the requested bytes, aligned to 8 bytes"))?;
-    // SAFETY: `memascend.storage.records.Lent` keeps the bytes valid and unchanged until the next call of `window`.
+    // SAFETY: the address is a multiple of 8, so it is aligned for every dtype of a gradient.
+    // `memascend.storage.records.Lent` keeps the bytes valid and unchanged until the engine calls `window` again. The
+    // windows of `device.transfer` begin at whole chunks, and so at whole elements.
     Ok(unsafe { Window::new(address, first, count) })
 }

@@ -38,9 +38,9 @@ fn state_decode(
     threads: NonZeroUsize,
 ) -> PyResult<()> {
     let exec = exec(py, threads)?;
-    // SAFETY: Python checked the address ([Note: trusted addresses]).
+    // SAFETY: Python checked the addresses ([Note: trusted addresses]).
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
-    // SAFETY: Python checked the address ([Note: trusted addresses]).
+    // SAFETY: Python checked the addresses ([Note: trusted addresses]).
     let [master, first, second] = wide.map(|place| place.map(|place| unsafe { elements_mut::<f32>(place, numel) }));
     py.detach(|| math::decode(reduced, WideState { master, first, second }, exec)).or_raise(py)
 }
@@ -65,7 +65,7 @@ fn state_update(
     let exec = exec(py, threads)?;
     let rule = rule(numbers);
     let place = Position { random: Random { key: key_of(name, rule.seed()), step: rule.step() }, first };
-    // SAFETY: Python checked the address ([Note: trusted addresses]).
+    // SAFETY: Python checked the addresses ([Note: trusted addresses]).
     let reduced = unsafe { reduced(py, (of_state, of_values, momentum), values, state, numel)? };
     // SAFETY: Python checked the address ([Note: trusted addresses]).
     let grad = unsafe { floats(grad, numel) };
@@ -82,6 +82,6 @@ unsafe fn reduced<'a>(
     numel: usize,
 ) -> PyResult<Reduced<'a>> {
     let form = Form { format: format(py, of_state)?, dtype: dtype(py, of_values)?, has_momentum };
-    // SAFETY: the caller guarantees a valid address ([Note: trusted addresses]).
+    // SAFETY: the caller guarantees valid addresses ([Note: trusted addresses]).
     unsafe { form.at(numel, values, state.into_iter()) }.or_raise(py)
 }

@@ -29,8 +29,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()
 }
 
-/// A store of training state on SSD. A commit either makes the whole step durable, or changes nothing. Every read is
-/// verified.
+/// A store of training state on SSD. A commit contains the whole step, or changes nothing. With durability "step", it
+/// also makes the step durable. Every read from storage is verified.
 #[pyclass(frozen, subclass, module = "memascend._core")]
 pub(crate) struct Store {
     pub(crate) inner: Arc<memascend_store::Store>,
@@ -42,9 +42,9 @@ pub(crate) struct Store {
 #[pymethods]
 impl Store {
     /// Creates a store, or opens an existing store. If `records` is None, only opens an existing store. If `existing`
-    /// is "previous", the store keeps its newest commit until `go_back` is called. If `existing` is "look", opens the
-    /// store for inspection, even if the store is damaged. A store that is opened for inspection accepts no staged data
-    /// and writes nothing.
+    /// is "previous", opens the previous commit (see `Existing::Previous`), and keeps the newest commit until `go_back`
+    /// is called. If `existing` is "look", opens the store for inspection, at its newest commit with an undamaged
+    /// catalog. A store that is opened for inspection accepts no staged data and writes nothing.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a description and how to open it")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
@@ -129,7 +129,7 @@ impl Store {
     }
 
     /// Returns a record's description and counts: "name", "buffer", "unit", "dtype", "shape", "step", "version",
-    /// "staged", "state" ...
+    /// "staged", "state" and more.
     fn record<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyDict>> {
         info::of_record(name.py(), &self.inner, self.index(name)?)
     }
@@ -162,7 +162,8 @@ impl Store {
         .or_raise(py)
     }
 
-    /// Keeps these records, and no other records, in RAM from now on. Only `refresh` reads the records into RAM.
+    /// Keeps these records, and no other records, in RAM from now on. This call reads nothing: `refresh` reads the
+    /// records into RAM.
     #[pyo3(signature = (names, *, registered=false))]
     fn hold(&self, names: &Bound<'_, PyAny>, registered: bool) -> PyResult<()> {
         let (py, records) = (names.py(), self.indices(names)?);
@@ -186,7 +187,7 @@ impl Store {
     }
 
     /// Logs the gradients of records in RAM from now on, instead of writing the records in each step. Returns how many
-    /// steps the log holds.
+    /// steps the log holds. If there is no space for a log, returns 0, and each step writes the records.
     fn keep_log(&self, names: &Bound<'_, PyAny>, steps: u32) -> PyResult<u32> {
         let py = names.py();
         let described = &self.inner.description().records;
@@ -195,8 +196,8 @@ impl Store {
         py.detach(|| self.inner.keep_log(&records, steps)).or_raise(py)
     }
 
-    /// Writes the records of the RAM tier whose newest state is only in memory and in the log. The records become a
-    /// part of the last step. This empties the log.
+    /// Writes the records in RAM whose newest state is not in their slots on storage, and commits them as a part of the
+    /// last step. Discards all other staged data, and empties the log.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
@@ -256,7 +257,8 @@ impl Store {
     }
 
     /// Returns a digest of the staged bytes and deferred updates of the records that `compare` selected. Two stores of
-    /// the same records have equal digests if these bytes and updates are equal.
+    /// the same records have equal digests if these bytes and updates are equal. The digest includes deferred updates
+    /// only while a commit is in progress.
     fn digest(&self) -> u64 {
         self.inner.digest()
     }
@@ -272,8 +274,8 @@ impl Store {
         interruptible(py, |keep_going| self.inner.check_log(keep_going))
     }
 
-    /// Reads and verifies all live extents; returns their number and bytes. Calls `progress(done, all)` with numbers of
-    /// bytes.
+    /// Reads and verifies all live extents, and the gradients of a log that was not replayed. Returns the number of
+    /// these extents and chunks of gradients, and their bytes. Calls `progress(done, all)` with numbers of bytes.
     #[pyo3(signature = (progress=None))]
     fn verify(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<(u64, u64)> {
         let verified = watched(py, progress, |progress| self.inner.verify(progress))?;
@@ -301,7 +303,7 @@ impl Store {
     }
 
     /// Returns the first file that was truncated or lost its path, and what happened to the file: "deleted", "moved",
-    /// "replaced" or "truncated".
+    /// "replaced" or "truncated". Returns None if all files are intact.
     fn lost_file(&self, py: Python<'_>) -> Option<(PathBuf, &'static str)> {
         let (path, what) = py.detach(|| self.inner.volume().lost())?;
         let word = match what {
@@ -313,21 +315,21 @@ impl Store {
         Some((path.to_path_buf(), word))
     }
 
-    /// Makes `close()` remove the files that were created for the store. `close()` removes the files while they are
-    /// still locked, so that no other process can open them.
+    /// Makes `close()` remove the files that were created for the store, and empty the files that were empty before.
+    /// `close()` does this while the files are still locked, so that no other process can open them.
     fn forsake(&self) {
         self.inner.volume().forsake();
     }
 
-    /// Tells the store that its caller removes the store's file. A new store then does not give the file its final
-    /// name, and `lost_file` does not report the file.
+    /// Call this before you remove the store's file. A new store then does not give the file its final name, and
+    /// `lost_file` does not report the file.
     fn become_temporary(&self) {
         self.inner.volume().forgo_names();
     }
 
     /// Keeps committed state, drops staged state, and closes the devices. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        // Close the devices even if the store could not write its last page.
+        // Close the devices even if the close of the store failed.
         let result = waiting(py, None, |wait| self.inner.close(wait));
         let closed = waiting(py, None, |wait| self.inner.volume().close(wait));
         result.and(closed)

@@ -54,11 +54,11 @@ fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResul
         return Ok(());
     }
     refused(py, name, &|name| {
-        format!("the memory of the tensors of {name} must have the dimensions in the order {order:?}")
+        format!("the tensors of {name} must be contiguous after .permute({order:?}): lay them out in this order")
     })
 }
 
-/// Returns an error if a tensor is not on the CPU, or is not contiguous in this order.
+/// Returns an error if a tensor is not on the CPU, or if [`require_order`] rejects the tensor.
 fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResult<()> {
     let device = tensor.getattr("device")?;
     if device.getattr("type")?.extract::<String>()? != "cpu" {
@@ -85,7 +85,7 @@ pub(crate) fn live(record: &Record, values: Option<&Bound<'_, PyAny>>) -> PyResu
 }
 
 /// Makes a gradient of a record from a tensor, or from a `memascend.storage.records.Lent`, which lends the gradient
-/// window by window.
+/// window by window. Returns an error if the gradient does not fit the record.
 pub(crate) fn gradient(record: &Record, given: &Bound<'_, PyAny>) -> PyResult<Gradient> {
     let py = given.py();
     let tensor = checked(record, given)?;
@@ -144,8 +144,8 @@ pub(crate) fn into_spilled(record: &Record, into: &Bound<'_, PyAny>) -> PyResult
     held(into)
 }
 
-/// Returns the memory of a contiguous uint8 CPU tensor into which bytes are read; for any other object, an error with
-/// the text of `refusal`.
+/// Returns the memory of a contiguous uint8 CPU tensor into which bytes are read. For any other tensor, returns an
+/// error with the text of `refusal`.
 pub(crate) fn bytes_into(into: &Bound<'_, PyAny>, refusal: impl FnOnce() -> String) -> PyResult<TensorMemory> {
     let fits = dtype_of(into)? == "uint8"
         && into.getattr("device")?.getattr("type")?.extract::<String>()? == "cpu"

@@ -1,5 +1,4 @@
-//! Runs work without the GIL. A timeout limits the waits of the work, the work may call Python code, and Ctrl-C ends
-//! the work.
+//! Runs Rust code without the GIL. The code can call Python functions, wait with a timeout, and end on Ctrl-C.
 
 use memascend_mem::Wait;
 use pyo3::prelude::*;
@@ -9,16 +8,17 @@ use crate::{
     errors::{IntoPyErr, OrPyErr as _},
 };
 
-/// Calls Python code while work runs without the GIL. The first call that raises an exception ends the work.
+/// Calls Python code for work that runs without the GIL, and keeps the exception that a call raised.
 pub(crate) struct Calls(Option<PyErr>);
 
 impl Calls {
-    /// Runs `call` with the GIL. Returns false if `call` raised an exception, so that the work ends.
+    /// Runs `call` with the GIL. Returns false if `call` raised an exception: the work must then end.
     pub(crate) fn call(&mut self, call: impl FnOnce(Python<'_>) -> PyResult<()>) -> bool {
         Python::attach(call).map_err(|raised| self.0 = Some(raised)).is_ok()
     }
 
-    /// Checks for signals. Returns false once Ctrl-C was pressed.
+    /// Runs Python's handlers of pending signals. Returns false if a handler raised an exception, as the default
+    /// handler of Ctrl-C does.
     #[expect(clippy::redundant_closure_for_method_calls, reason = "the method's lifetime is not general enough")]
     pub(crate) fn keep_going(&mut self) -> bool {
         self.call(|py| py.check_signals())

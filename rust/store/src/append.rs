@@ -1,5 +1,5 @@
-//! Writes a step's gradients to the write-ahead log, then writes the step's log head there. The log head makes the
-//! gradients part of the committed step.
+//! Writes a step's gradients to the write-ahead log, then the log head that names these gradients. The root of the
+//! step's commit names the log head, which makes the gradients part of the committed step.
 
 use crate::{
     Buffer, Dtype, Error, Head, Result, StepWrite, Store,
@@ -180,7 +180,8 @@ impl Store {
         checksum(&self.uuid, Subject::Gradient, (record as u64, u64::from(chunk)), generation, bytes)
     }
 
-    /// Writes the log head of the commit in progress and stores the head's place in `live`.
+    /// Writes the log head of the commit in progress. Stores the head's place and checksum, and the ring position after
+    /// the head, in `live`.
     pub(crate) fn write_head(&self, live: &mut Live, head: &Head) -> Result<()> {
         let bytes = head.encode();
         let (ring, at) = {

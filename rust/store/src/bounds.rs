@@ -19,12 +19,12 @@ pub(crate) const RECORDS_MAX: usize = 1 << 20;
 pub(crate) const STATES_MAX: usize = 32;
 /// The largest number of elements of a tensor.
 pub(crate) const ELEMENTS_MAX: u64 = 1 << 48;
-/// `chunk_elements` must be a multiple of this number, so that a chunk of 16-bit values fills whole pages. For 8-bit
-/// values `Record::checked_chunks` requires a multiple of 4,096.
+/// `chunk_elements` must be a multiple of this number, so that a chunk of 16-bit values fills whole pages. For a
+/// record of several chunks with 8-bit values or gradients, `Record::checked_chunks` requires a multiple of 4,096.
 pub(crate) const CHUNK_ELEMENTS_GRAIN: u32 = 2048;
 /// The largest number of elements of a chunk.
 pub(crate) const CHUNK_ELEMENTS_MAX: u32 = 1 << 24;
-/// The largest possible `user_bytes_max` and `hyperparameters_bytes_max` of a description.
+/// The largest `user_bytes_max` and `hyperparameters_bytes_max` of a description.
 pub(crate) const TEXT_BYTES_MAX: u32 = 1 << 24;
 /// The largest size in bytes of an encoded description.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 1 << 30;
@@ -156,8 +156,10 @@ impl Record {
         self.checked_format()
     }
 
-    /// Rejects a state tensor with a grain in two cases: the tensor's shape does not give one item for each `grain`
-    /// elements of the record, or the grain does not divide `chunk`. Accepts every tensor without a grain.
+    /// Rejects a state tensor with a grain in two cases: the tensor's shape does not fit the grain, or the grain does
+    /// not divide `chunk`. Accepts every tensor without a grain.
+    ///
+    /// Grain 1 needs the shape of the record. A larger grain needs one item for each `grain` elements of the record.
     fn checked_grain(&self, tensor: &StateTensor, chunk: u32) -> std::result::Result<(), Malformed> {
         let (name, of, grain) = (&self.name, &tensor.name, tensor.grain);
         let fits = match grain {
@@ -167,7 +169,8 @@ impl Record {
         };
         if !fits {
             return Err(format!(
-                "{of:?} of {name:?} has shape {:?}: it needs one item for each {grain} elements of the record",
+                "{of:?} of {name:?} has shape {:?}, which does not fit grain {grain}: grain 1 needs the shape of the \
+                 record, and a larger grain needs one item for each group of that many elements",
                 tensor.shape
             ));
         }

@@ -29,8 +29,8 @@ fn found(page: &[u8], uuid: &[u8; 16]) -> Result<Option<Root>, Malformed> {
 }
 
 /// Adds a valid magic, uuid and checksum to `bytes`, so that fuzzing reaches the parser of the fields. Parses `bytes`
-/// as the fields of a root, and returns what [`parse_root`] returns. Fails if the fields are malformed, if the root
-/// uses an unknown feature, or if the root changes when it is encoded and read again.
+/// as the fields of a root, and returns the root's generation as [`parse_root`] does. Fails if the fields are
+/// malformed, if the root uses an unknown feature or flag, or if the root changes when it is encoded and read again.
 pub fn parse_root_fields(bytes: &[u8]) -> Result<Option<u64>, Malformed> {
     let uuid = [0; 16];
     let read = |page: &[u8]| found(page, &uuid);
@@ -55,7 +55,8 @@ pub fn parse_head_fields(bytes: &[u8]) -> Result<u64, Malformed> {
     Ok(head.generation)
 }
 
-/// Decodes a description and checks its bounds. Fails with the reason if the bytes are malformed.
+/// Decodes a description and checks its bounds. Fails with the reason if the bytes are malformed, or use a feature,
+/// format or code that this version does not know.
 pub fn parse_description(bytes: &[u8]) -> Result<Description, Malformed> {
     Ok(Description::decode(bytes)?)
 }

@@ -38,7 +38,7 @@ struct Checked(Guarded<bool>);
 /// memory.
 pub struct Checking<B: Buffer + Sync> {
     part: Arc<PartFetch<B>>,
-    /// Says whether a thread of [`Checkers`] has verified the part. `None` if [`Checking::wait`] verifies the part
+    /// Becomes true once a thread of [`Checkers`] has verified the part. `None` if [`Checking::wait`] verifies the part
     /// instead.
     checked: Option<Arc<Checked>>,
 }
@@ -133,8 +133,9 @@ impl<B: Buffer + Sync> Checking<B> {
         self.checked.as_ref().map_or_else(|| self.part.is_done(), |checked| *checked.0.lock())
     }
 
-    /// Waits until the part was read and verified, and returns the result. A second call returns the same result. After
-    /// a success the caller may use the part's memory.
+    /// Waits until the part was read and verified, and returns the result. Fails if `wait` ends first: a later call can
+    /// continue to wait. Once the part was verified, every call returns the same result. After a success the caller may
+    /// use the part's memory.
     pub fn wait(&self, mut wait: Wait<'_>) -> Result<()> {
         if let Some(checked) = &self.checked {
             let waited = checked.0.wait_until(&mut wait, |is| *is).map(drop);

@@ -1,4 +1,5 @@
-//! Computes checksums with XXH3-64. Each checksum also covers the store's uuid, and the place and version of the data.
+//! Computes checksums with XXH3-64. A checksum of data in a store also covers the store's uuid, and the kind, place and
+//! version of the data.
 
 use std::hash::Hasher as _;
 
@@ -17,7 +18,7 @@ pub(crate) enum Subject {
     Gradient = 9,
 }
 
-/// The identity of a store. The seed of every checksum includes this identity.
+/// The identity of a store. The seed of each checksum of the store's data includes this identity.
 pub(crate) type Uuid = [u8; 16];
 
 /// Returns the XXH3-64 of `bytes`, seeded with the XXH3-64 of `uuid`, `subject`, `place` and `version`.
@@ -34,7 +35,7 @@ pub(crate) fn checksum(uuid: &Uuid, subject: Subject, place: (u64, u64), version
 /// only the text before ". Run".
 pub(crate) fn mismatch(got: u64, wanted: u64) -> String {
     format!(
-        "its checksum is {got:016x}, but {wanted:016x} was written, so the data has changed on the device. Run \
+        "its checksum is {got:016x}, but {wanted:016x} was written: the device did not return the written data. Run \
          `memascend store verify`: if the previous commit is whole, existing=\"previous\" opens that commit"
     )
 }

@@ -5,9 +5,9 @@
 //! Nothing that root `g` names is overwritten before root `g + 1` is durable. So after a crash the store has either the
 //! whole previous step or the whole new step.
 //!
-//! With [`Durability::None`] one commit writes a durable root that marks the store as unclosed. Later commits write no
-//! table and no root, and overwrite slots that the roots on storage name. [`Store::close`] then writes the table and a
-//! root of the last commit.
+//! [`Durability::None`] is an exception: one commit writes a durable root that marks the store as unclosed. Later
+//! commits write no table and no root, and overwrite slots that the roots on storage name. [`Store::close`] then writes
+//! the table and a root of the last commit.
 
 use std::sync::Arc;
 
@@ -45,10 +45,10 @@ pub struct Commit {
 pub(crate) enum Reach {
     /// Nothing: the commit changes only the index in memory.
     Memory,
-    /// The log head, the table, and a durable root that marks the store as unclosed. Later commits use
-    /// [`Reach::Memory`].
+    /// The table, and a durable root that marks the store as unclosed. Later commits use [`Reach::Memory`].
     Unclosed,
-    /// The log head, the table, and a durable root that does not mark the store as unclosed.
+    /// The table, and a durable root that does not mark the store as unclosed. With [`Durability::Step`] also the
+    /// step's log head, if the step has logged gradients.
     Durable,
 }
 
@@ -56,7 +56,8 @@ impl Store {
     /// Makes all staged records live, and durable according to the store's [`Durability`]. Returns the new generation.
     ///
     /// Fails, and changes nothing that a reader sees, if a record is staged only in part or a write of the step failed.
-    /// The caller must then discard the step.
+    /// After a failed write, the caller must discard the step. After [`Error::Broken`], only opening the store again
+    /// shows whether the step was committed.
     pub fn commit(&self, commit: Commit, wait: Wait<'_>) -> Result<u64> {
         self.commit_agreed(commit, wait, &mut || true)
     }
@@ -89,13 +90,13 @@ impl Store {
             {
                 let (name, missing) = (&self.description.records[record].name, index.records[record].missing);
                 return Err(Error::Usage(format!(
-                    "{name:?} is staged only in part, {missing} extents are missing: stage these extents, or discard \
+                    "{name:?} is staged only in part: {missing} extents are missing. Stage these extents, or discard \
                      the step"
                 )));
             }
             index.phase = Phase::Committing;
             match self.durability {
-                // The first commit makes the store: without a durable root the store cannot be opened.
+                // The first commit is always durable: without a durable root the store cannot be opened.
                 _ if index.generation == 0 => Reach::Durable,
                 // The store was opened with gradients in a durable log. This commit writes the records to which these
                 // gradients were replayed, and drops that log: so this commit must be durable too.
@@ -125,8 +126,9 @@ impl Store {
     }
 
     /// Drops staged records. Afterwards the store can still be read, but nothing can be staged. With
-    /// [`Durability::None`], the last commit may be only in memory: this call makes that commit durable. But if a
-    /// record is not settled, this call writes no closing root, and the next open rejects the store as unclosed.
+    /// [`Durability::None`], the last commit may be only in memory: this call makes that commit durable. But if the
+    /// live slot of a record lacks a deferred update, this call writes no closing root, and the next open rejects the
+    /// store as unclosed.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {
@@ -172,15 +174,15 @@ impl Store {
         if replaces_unclosed_root { write_commit(commit) } else { Ok(()) }
     }
 
-    /// Marks the store as closed without writing anything. A later [`Store::close`] also writes nothing. Storage keeps
-    /// the last durable commit.
+    /// Ends all staging, as [`Store::close`] does, but writes nothing. A later [`Store::close`] also writes nothing, so
+    /// the roots on storage stay unchanged.
     pub fn end(&self) {
         self.index.lock().close();
         self.index.notify_all();
     }
 
     /// Applies `commit` to the index, writes the part of the catalog that `reach` selects, and makes the staged slots
-    /// live. If the write fails, restores the user's value, the hyperparameters and the run.
+    /// live. If the write fails or `agree` returns `false`, restores the user's value, the hyperparameters and the run.
     pub(crate) fn write_commit(&self, commit: Commit, reach: Reach, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let (mut live, head) = {
             let index = self.index.lock();
@@ -267,7 +269,8 @@ impl Store {
         }
     }
 
-    /// Writes the log head, the table and the root of the next generation. Writes nothing for [`Reach::Memory`].
+    /// Writes the log head (only with [`Durability::Step`]), the table and, after a flush and a call of `agree`, the
+    /// root of the next generation. For [`Reach::Memory`], only calls `agree`.
     fn write_catalog(
         &self,
         reach: Reach,

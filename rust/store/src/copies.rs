@@ -20,7 +20,7 @@ use crate::{
     store::CATALOG_CHUNK_BYTES,
 };
 
-/// A damaged copy of a label or of the description. The other copy is whole.
+/// A damaged or missing copy of a label or of the description.
 #[derive(Debug, Clone)]
 pub(crate) struct Damage {
     /// Names the copy, and says what is wrong with it.
@@ -50,13 +50,13 @@ pub(crate) fn read_store_uuid(volume: &Volume, devices: Devices) -> Result<Uuid>
         let path = &volume.devices()[index as usize].path;
         let second = devices.second_label_offset(volume.size_bytes(), index).map(|at| found_at(volume, at));
         match second.transpose()? {
-            // If the uuid of this second label differs from that of the undamaged first labels, a former store left
-            // this second label on the device. The arm below then rejects the device.
+            // If the uuid of this second label differs from that of the undamaged first labels, this second label is of
+            // another store, for example of a former store. The arm below then rejects the device.
             Some(Ok(Found::Label(label))) if uuid.is_none_or(|uuid| uuid == label.uuid) => {
                 require_same(&label, devices, index, path, &mut uuid)?;
             }
             _ => {
-                let Some(why) = why else { return refused(path, "there is no store to open") };
+                let Some(why) = why else { return refused(path, "there is no store to open: check the path") };
                 return Err(Error::corrupt(path, "the label", (devices.label_offset(index), PAGE_BYTES), why));
             }
         }
@@ -93,8 +93,8 @@ fn found_at(volume: &Volume, offset: u64) -> Result<std::result::Result<Found, S
     Ok(readable(bytes_at(volume, offset, PAGE_BYTES))?.map(|page| label::read(&page)))
 }
 
-/// Turns a media error into an inner error with the text of the error. A media error concerns only one place of a
-/// device. Any other error stays an outer error, for example if a device does not answer.
+/// Turns a media error into an inner error with the text of the error: such an error may concern only one place of a
+/// device, so the caller can try the other copy. Any other error stays an outer error.
 fn readable<T>(read: Result<T>) -> Result<std::result::Result<T, String>> {
     const MEDIUM: [Errno; 4] = [Errno::IO, Errno::NODATA, Errno::ILSEQ, Errno::REMOTEIO];
     match read {
@@ -152,7 +152,7 @@ fn description_at(
 impl Store {
     /// Reads every copy of the labels and of the description, and returns a message about each damaged copy. One
     /// undamaged copy of each label and of the description is enough to open the store. The first commit after an open
-    /// repairs the damaged copies.
+    /// repairs the copies that were damaged when the store was opened.
     pub fn damaged(&self) -> Result<Vec<String>> {
         Ok(self.damaged_copies()?.into_iter().map(|damage| damage.what).collect())
     }
@@ -165,7 +165,8 @@ impl Store {
         noted.iter().map(|damage| damage.what.clone()).collect()
     }
 
-    /// Reads every copy of the labels and of the description, and returns the copies with wrong or unreadable bytes.
+    /// Reads every copy of the labels and of the description, and returns the copies that are missing, unreadable or
+    /// wrong.
     pub(crate) fn damaged_copies(&self) -> Result<Vec<Damage>> {
         let (devices, size) = (self.layout.devices, self.volume.size_bytes());
         let mut copies = Vec::new();
@@ -233,7 +234,7 @@ impl Store {
     }
 
     /// Overwrites the damaged copies in `to_repair` with their correct content. The undamaged copies are not written,
-    /// so a crash here loses nothing. A copy whose write fails stays damaged until the store is opened again.
+    /// so a crash here loses nothing. A copy whose write fails stays damaged: the next open notes the copy again.
     pub(crate) fn repair_copies(&self) {
         let damaged = std::mem::take(&mut *locked(&self.to_repair));
         for Damage { offset, bytes, .. } in damaged {

@@ -8,9 +8,10 @@ use std::{
 /// Counts of a store's reads since the store was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Number of units whose read was begun.
+    /// Number of calls of [`Store::fetch`](crate::Store::fetch), [`Store::parts`](crate::Store::parts) and
+    /// [`Store::parts_without`](crate::Store::parts_without). Each such call prepares to read one unit.
     pub fetches: u64,
-    /// Bytes of units that were read from storage.
+    /// Bytes of units whose read from storage was begun.
     pub fetched_bytes: u64,
     /// Bytes that were copied from records kept in RAM instead of read from storage.
     pub ram_tier_bytes: u64,
@@ -28,7 +29,7 @@ pub(crate) struct Counting {
 }
 
 impl Counting {
-    /// Counts a unit whose read begins, and the `bytes` of the unit that are read from storage.
+    /// Counts a unit that a caller begins to read, and the `bytes` of the unit that are read from storage.
     pub(crate) fn began(&self, bytes: u64) {
         self.fetches.fetch_add(1, Relaxed);
         self.fetched_bytes.fetch_add(bytes, Relaxed);

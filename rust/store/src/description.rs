@@ -1,13 +1,13 @@
-//! Describes the records and units of a store. A description never changes. The store's layout is computed from its
-//! description.
+//! Describes the records and units of a store. The description of a store never changes, and determines the length of
+//! each part of the store.
 
 use crate::{Dtype, Error, Format, Result, bounds::ELEMENTS_MAX};
 
 /// The records and units of a store, and the sizes on which the store's layout depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Description {
-    /// The number of elements of a chunk. It is a multiple of 2,048 and of every grain, and the values of a full chunk
-    /// fill whole pages.
+    /// The number of elements of a chunk. It is a multiple of 2,048 and of every grain. Each chunk of a record's
+    /// values, except the last chunk, fills whole pages.
     pub chunk_elements: u32,
     /// The largest size in bytes of the user's value.
     pub user_bytes_max: u32,
@@ -88,7 +88,7 @@ impl Record {
         elements(&self.shape).unwrap_or(0)
     }
 
-    /// True for [`Format::Compact`], which does not store the fp32 master weights.
+    /// True for [`Format::Compact`]. False for the other formats with a compact master weight.
     #[must_use]
     pub fn is_compact(&self) -> bool {
         self.format == Format::Compact

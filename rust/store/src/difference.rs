@@ -1,4 +1,5 @@
-//! Explains how a store's description differs from the requested description: by missing, extra or changed records.
+//! Explains how a store's description differs from the description that a run needs, for example by missing, extra or
+//! changed records.
 
 use std::{collections::HashMap, fmt::Debug};
 
@@ -33,7 +34,7 @@ impl Description {
         let others = wanted.records.iter().filter_map(|asked| {
             there.get(asked.name.as_str()).and_then(|there| self.difference_of(there, wanted, asked))
         });
-        // Another optimizer changes the state of every record, so the sentence about the optimizer is enough.
+        // Another optimizer has other state for most records, so the sentence about the optimizer is enough.
         if self.optimizer == wanted.optimizer {
             found.extend(shortened(others.collect()));
         }
@@ -77,7 +78,7 @@ impl Description {
             .or_else(|| differs(&format!("the unit of {name:?}"), &unit(self, there), &unit(wanted, asked)))
             .or_else(|| {
                 let same = Record { unit: asked.unit, ..there.clone() } == *asked;
-                (!same).then(|| format!("{name:?} spills gradients of another dtype than this run needs"))
+                (!same).then(|| format!("the dtype, if any, in which {name:?} spills gradients is not this run's"))
             })
     }
 
@@ -85,11 +86,11 @@ impl Description {
     /// chunks and the maximum sizes of texts.
     fn difference_of_all(&self, wanted: &Self) -> Option<String> {
         if self.units != wanted.units || self.records != wanted.records {
-            return Some("its units or records are in another order than those of the model".to_owned());
+            return Some("it has other units than the model, or its units or records are in another order".to_owned());
         }
         let numbers = |of: &Self| (of.chunk_elements, of.user_bytes_max, of.hyperparameters_bytes_max);
         (numbers(self) != numbers(wanted))
-            .then(|| "chunk_elements, user_bytes_max or hyperparameters_bytes_max differ from this run".to_owned())
+            .then(|| "its chunk_elements, user_bytes_max or hyperparameters_bytes_max is not this run's".to_owned())
     }
 }
 
@@ -128,7 +129,8 @@ fn list_names(names: &[String]) -> String {
     format!("{count} {} {}{more}", if count == 1 { "record:" } else { "records:" }, first.join(", "))
 }
 
-/// Keeps the first [`LISTED_MAX`] sentences, and adds a sentence with the number of dropped sentences.
+/// Keeps the first [`LISTED_MAX`] sentences, and adds a sentence with the number of dropped sentences, if there are
+/// any.
 fn shortened(mut sentences: Vec<String>) -> Vec<String> {
     let more = sentences.len().saturating_sub(LISTED_MAX);
     sentences.truncate(LISTED_MAX);
@@ -205,7 +207,7 @@ mod tests {
             (|wanted| wanted.records[2].state.clear(), "layers.2.weight\" is [\"exp_avg float32 [4, 4]\"]"),
             (|wanted| wanted.records[1].kind = Kind::Buffer, "the kind of \"layers.1.weight\" is \"parameter\""),
             (|wanted| wanted.records[1].order = vec![1, 0], "order of the dimensions of \"layers.1.weight\""),
-            (|wanted| wanted.records[1].spill = Some(Dtype::F32), "spills gradients of another dtype"),
+            (|wanted| wanted.records[1].spill = Some(Dtype::F32), "\"layers.1.weight\" spills gradients is not"),
             (|wanted| wanted.units[0] = "one".into(), "the unit of \"layers.0.weight\""),
             (|wanted| wanted.units.push("two".into()), "another order"),
             (|wanted| wanted.chunk_elements = 4096, "chunk_elements"),

@@ -82,7 +82,7 @@ impl Dtype {
         Self::NAMES.into_iter().find(|(dtype, _)| *dtype == self).map_or("", |(_, name)| name)
     }
 
-    /// Returns the dtype that torch calls `name`, or `None` if there is no such dtype.
+    /// Returns the dtype that torch calls `name`, or `None` if `Dtype` has no such dtype.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::NAMES.into_iter().find(|(_, of)| *of == name).map(|(dtype, _)| dtype)

@@ -10,12 +10,12 @@ use crate::{
 
 type Result<T> = std::result::Result<T, DecodeError>;
 
-/// The smallest size in bytes of an encoded unit. `counted` uses this number to bound the count of units before it
+/// An encoded unit has at least this number of bytes. `counted` uses this number to bound the count of units before it
 /// allocates.
 const UNIT_BYTES_MIN: usize = 2;
-/// The smallest size in bytes of an encoded record. `counted` uses this number to bound the count of records.
+/// An encoded record has at least this number of bytes. `counted` uses this number to bound the count of records.
 const RECORD_BYTES_MIN: usize = 12;
-/// The smallest size in bytes of an encoded state tensor. `counted` uses this number to bound the count of state
+/// An encoded state tensor has at least this number of bytes. `counted` uses this number to bound the count of state
 /// tensors.
 const STATE_BYTES_MIN: usize = 4;
 

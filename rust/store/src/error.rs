@@ -19,17 +19,16 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
 
-    /// The path holds no store that can be opened. Nothing was changed.
+    /// No store can be created or opened at the path. Nothing was changed.
     #[error("{}: {why}", path.display())]
     Refused {
         /// The file or device.
         path: Arc<Path>,
-        /// The reason and the remedy.
+        /// The reason and, in most cases, the remedy.
         why: String,
     },
 
-    /// The store never had a commit: the process that created the store ended during the store's first write. Nothing
-    /// was changed.
+    /// The store never had a commit: its first write did not finish. Nothing was changed.
     #[error(
         "{}: this store is incomplete because its first write did not finish. There is nothing to resume: \
          pass existing=\"replace\" to create the store again",
@@ -43,9 +42,9 @@ pub enum Error {
     /// A checksum or a field of the format is wrong.
     #[error("{}: {what} is damaged at offset {offset}: {why}", path.display())]
     Corrupt {
-        /// The file or device; the first device if the store is on several devices.
+        /// The file or device. For a part that may be on any of the store's devices, the first device.
         path: Arc<Path>,
-        /// The damaged part: a parameter and chunk, or a part of the catalog.
+        /// The damaged part, such as a chunk of a parameter, a part of the log, or a root.
         what: String,
         /// Offset of the part in the volume.
         offset: u64,
@@ -55,7 +54,7 @@ pub enum Error {
         why: String,
     },
 
-    /// A device failed.
+    /// An operation of the volume failed, for example because a device failed.
     #[error(transparent)]
     Storage(#[from] memascend_nvme::Error),
 
@@ -74,7 +73,8 @@ pub enum Error {
     #[error("waiting for {0} took longer than its timeout: wait again, or pass a longer timeout")]
     TimedOut(&'static str),
 
-    /// The caller's poll function returned `false`, so the wait ended. Nothing was lost.
+    /// A function of the caller, such as `keep_waiting`, `progress` or `agree`, returned `false`, so the call ended
+    /// early. Nothing was lost.
     #[error("waiting for {0} was interrupted; nothing was lost")]
     Interrupted(&'static str),
 }

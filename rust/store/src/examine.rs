@@ -16,7 +16,7 @@ const DAMAGES_MAX: usize = 16;
 pub struct Examined {
     /// The generation of the commit; `None` if the root is damaged.
     pub generation: Option<u64>,
-    /// The number of committed steps; `None` if the catalog is damaged.
+    /// The number of committed steps; `None` if the root or the catalog is damaged.
     pub step: Option<u64>,
     /// Counts the undamaged extents and the undamaged chunks of the log, and their bytes.
     pub whole: Verified,

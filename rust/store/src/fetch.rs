@@ -9,7 +9,8 @@ use crate::{Buffer, Error, PartFetch, Result, Store};
 /// A read of a unit's values into memory.
 ///
 /// While the devices read the slots of a `Fetch`, nothing is staged into these slots: [`Store::begin`] waits until the
-/// devices have ended the reads, even if nobody calls [`Fetch::wait`]. Dropping a `Fetch` waits for the devices.
+/// devices have ended the reads, even if the caller never calls [`Fetch::wait`]. Dropping a `Fetch` waits for the
+/// devices.
 pub struct Fetch<B: Buffer + Sync> {
     version: u64,
     /// `None` if no record of the unit has values.
@@ -46,8 +47,9 @@ impl<B: Buffer + Sync> Fetch<B> {
         self.part.as_ref().is_none_or(PartFetch::is_done)
     }
 
-    /// Waits for the reads and verifies every extent. Returns the newest version among the records, or 0 if no record
-    /// has values. A second call returns the same result.
+    /// Waits for the reads and verifies every extent that was read. Returns the newest version among the records, or 0
+    /// if no record has values. Fails if `wait` ends first. Once the reads have ended, every call returns the same
+    /// result.
     pub fn wait(&self, wait: Wait<'_>) -> Result<u64> {
         let began = Instant::now();
         let result = self.part.as_ref().map_or(Ok(()), |part| part.wait(wait));

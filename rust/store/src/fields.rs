@@ -4,12 +4,12 @@
 /// The reason why bytes violate the format.
 pub(crate) type Malformed = String;
 
-/// The reason why bytes with a correct checksum cannot be used.
+/// The reason why bytes cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum DecodeError {
     /// The bytes violate the format.
     Malformed(Malformed),
-    /// The bytes use the named feature, format or code, which only a newer version of memascend knows.
+    /// The bytes use the named feature, flag, format or code, which this version of memascend does not know.
     Newer(String),
 }
 
@@ -79,7 +79,8 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Reads a length, then a string of this length. Fails if the length exceeds `bytes_max`.
+    /// Reads a length, then a string of this length. Fails if the length exceeds `bytes_max`, if fewer bytes are left,
+    /// or if the string is not UTF-8.
     pub(crate) fn text(&mut self, bytes_max: usize) -> Result<String, Malformed> {
         let nbytes = usize::from(self.u16()?);
         if nbytes > bytes_max {
@@ -91,7 +92,7 @@ impl<'a> Fields<'a> {
 }
 
 impl Fields<'_> {
-    /// Reads the number of strings, then each string. Fails if a string has more than `bytes_max` bytes.
+    /// Reads the number of strings, then each string. Fails as [`Fields::text`] does.
     pub(crate) fn texts(&mut self, bytes_max: usize) -> Result<Vec<String>, Malformed> {
         (0..self.u8()?).map(|_| self.text(bytes_max)).collect()
     }

@@ -13,8 +13,9 @@ pub enum Format {
     Bf16,
     /// float32 values, or 16-bit values that each have a float32 master weight. Moments in 8 bits.
     EightBit,
-    /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored. Its upper half,
-    /// rounded to nearest even, is the bfloat16 value, and the state tensors [`COMPACT`] have the rest.
+    /// A compact master weight and Adam's moments in float32. The float32 master weight is not stored. The bfloat16
+    /// value is the master weight rounded to nearest even, and the state tensors [`COMPACT`] have the bits that the
+    /// value lacks.
     Compact,
     /// A compact master weight and a momentum in float32. The momentum's sign bit is in use and cannot mark the values
     /// that were rounded up, so the bits of the state tensor `rounded_up` mark these values.
@@ -112,12 +113,14 @@ impl Format {
 
 impl Record {
     /// Returns the state tensors that this record has in `format`: the state tensors of Adam or, if `momentum` is true,
-    /// the state tensors of SGD with momentum and of Muon. Fails if `format` is not defined for the record's dtype.
+    /// the state tensors of SGD with momentum and of Muon. Fails if `format` is not defined for the record's dtype
+    /// and `momentum`.
     pub fn state_in(&self, format: Format, momentum: bool) -> Result<Vec<StateTensor>> {
         let wanted = named_state(self.dtype, format, momentum).ok_or_else(|| {
             let (name, dtype, of) = (&self.name, self.dtype.name(), format.name());
             Error::Invalid(format!(
-                "{name:?} has values of {dtype}, which the format {of:?} does not support: choose another format"
+                "{name:?} has values of {dtype}, which the format {of:?} does not support for this optimizer: \
+                 choose another format"
             ))
         })?;
         let elements = self.elements();
@@ -132,7 +135,7 @@ impl Record {
             .collect())
     }
 
-    /// True if the state has the one moment of SGD or Muon. False if it has the two moments of Adam.
+    /// True if the state has `momentum_buffer`, the one moment of SGD with momentum and of Muon.
     #[must_use]
     pub fn has_momentum(&self) -> bool {
         self.state.iter().any(|tensor| tensor.name == MOMENTUM[0])
@@ -158,7 +161,7 @@ impl Record {
 }
 
 /// Returns the name, dtype and grain of each state tensor. Returns `None` if `format` is not defined for the dtype
-/// `values`.
+/// `values` and for `momentum`, and for [`Format::Plain`].
 fn named_state(values: Dtype, format: Format, momentum: bool) -> Option<Vec<(String, Dtype, u32)>> {
     let has_16_bits = matches!(values, Dtype::Bf16 | Dtype::F16);
     let mut tensors: Vec<(String, Dtype, u32)> = match format.master() {
@@ -213,7 +216,7 @@ mod tests {
     }
 
     /// Returns the size in bytes of the state for 64 elements of a large record; `None` if `format` is not defined for
-    /// `dtype`.
+    /// `dtype` and `momentum`.
     fn bytes(dtype: Dtype, format: Format, momentum: bool) -> Option<u64> {
         let record = Record { shape: vec![1 << 20], ..values(dtype) };
         let state = record.state_in(format, momentum).ok()?;

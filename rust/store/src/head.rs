@@ -85,7 +85,7 @@ pub struct Head {
     pub step: u64,
     /// The offset in the volume at which the step's gradients in the ring begin. This head follows these gradients.
     pub(crate) start: u64,
-    /// The offset and the checksum of the previous head; zeros in the first head of the log.
+    /// The offset and the checksum of the previous head; zeros if the log needed no earlier head.
     pub(crate) before: (u64, u64),
     /// The rules that apply the gradients.
     pub rules: Vec<LoggedRule>,
@@ -148,7 +148,8 @@ pub(crate) fn head_checksum(uuid: &Uuid, offset: u64, bytes: &[u8]) -> u64 {
     checksum(uuid, Subject::Head, (offset, 0), 0, bytes)
 }
 
-/// Returns the length of a head from its first page. Fails if the length is impossible or exceeds `bytes_max`.
+/// Returns the length of a head from its first page. Fails if the page does not begin with a head, or if the length is
+/// impossible or exceeds `bytes_max`.
 pub(crate) fn head_bytes(page: &[u8], bytes_max: u64) -> Result<u64, Malformed> {
     let mut fields = Fields::new(page);
     if fields.take(MAGIC.len())? != MAGIC {

@@ -18,9 +18,9 @@ pub(crate) struct Hold<S: Deref<Target = Store>> {
     /// True if only the RAM tier has this version. The slot then has an older version and must not be read.
     pub(crate) alone: bool,
     /// The committed gradients that were not applied in the slot when the hold was taken; `None` if all gradients were
-    /// applied.
+    /// applied, and in a hold of [`Hold::stored`].
     lacks: Option<Ahead>,
-    /// The number of the extent whose checksum is first in `sums`.
+    /// The number, in the record, of the extent whose checksum is first in `sums`.
     first: u32,
     /// The checksums of the extents that may be checked.
     sums: Box<[u64]>,

@@ -124,7 +124,7 @@ impl Slots {
 /// How a record's copy in the RAM tier, if the record has a copy there, relates to a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AfterCommit {
-    /// The copy has the newest version, or the caller is about to update the copy to that version.
+    /// The commit did not make the copy stale, or the engine is about to update the copy to the version of the commit.
     Same,
     /// The commit wrote the copy to storage. The field is the copy's version before the commit. The caller then sets
     /// the copy's version to that of the commit.
@@ -165,8 +165,9 @@ pub(crate) enum Phase {
     /// A commit is in progress.
     Committing,
     Closed,
-    /// A commit or an update in memory failed with this error, so that the newest state is unknown or incomplete.
-    /// Staging stays impossible until the store is opened again.
+    /// A commit or an update in memory failed, or [`Store::give_up_applied`](crate::Store::give_up_applied) abandoned
+    /// updates, so the newest state is unknown or incomplete. Staging fails with this error until the store is opened
+    /// again.
     Broken(Arc<Error>),
 }
 
@@ -350,7 +351,7 @@ impl Index {
         self.log.appended.remove(&record);
     }
 
-    /// Drops all staged slots and appended gradients, and the error of a failed write.
+    /// Drops all staged slots, except settled slots, all appended gradients, and the error of a failed write.
     pub(crate) fn forget_step(&mut self) {
         (0..self.records.len()).for_each(|record| self.forget(record));
         self.log.discard();

@@ -1,5 +1,7 @@
-//! Computes the offsets of a store's parts and extents. The length of each part is computed from the description. The
-//! offset of each part is in the root.
+//! Computes the offset of each part of a store, and of each extent in a part.
+//!
+//! Labels and roots have fixed places. A root names the offset of each other part, and the description determines the
+//! length of the part.
 //!
 //! A new store has these parts, in this order: `labels | root 0 | root 1 | description | table 0 | table 1 | values A |
 //! values B | state A | state B | spill | description again | labels again`
@@ -17,7 +19,7 @@ const TENSOR_ALIGN: u64 = 64;
 /// The largest size in bytes of an extent of a state tensor without a grain.
 pub const WHOLE_EXTENT_BYTES: u64 = 1 << 20;
 
-/// The numbers and offsets of a record's extents.
+/// The index range of a record's extents, and the offsets of the record's values, state and spilled gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordLayout {
     /// The index of the record's first extent among all extents of the store.
@@ -32,7 +34,7 @@ pub struct RecordLayout {
     pub(crate) values_at: u64,
     /// Offset of the state from the start of the state area.
     pub(crate) state_at: u64,
-    /// Offset of the spilled gradient from the start of the spill area.
+    /// Offset of the spilled gradient from the start of the spill area, or of the area of second places.
     spill_at: u64,
 }
 
@@ -196,8 +198,8 @@ impl Layout {
         Ok((layout, lengths))
     }
 
-    /// Returns the size in bytes of the whole store, including the second labels. The store's file or device may be
-    /// larger.
+    /// Returns the size in bytes of the store with its second labels, but without second places for gradients and
+    /// without a log. The store's file or device may be larger.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.devices.with_second_labels(self.end)
@@ -302,13 +304,14 @@ impl Layout {
         area[slot] + extent.at
     }
 
-    /// Returns the offset in the volume at which a record's spilled gradient begins. This offset is in the spill area.
+    /// Returns the offset in the volume of a record's first place for a spilled gradient, which is in the spill area.
     #[must_use]
     pub fn spill_offset(&self, record: usize) -> u64 {
         self.places.spill + self.in_spill(record)
     }
 
-    /// Returns the offset at which a record's spilled gradient begins, counted from the start of the spill area.
+    /// Returns the offset of a record's place for a spilled gradient from the start of the spill area. The place has
+    /// the same offset in the area of second places.
     pub(crate) fn in_spill(&self, record: usize) -> u64 {
         self.records[record].spill_at
     }
@@ -338,7 +341,7 @@ impl Description {
     }
 
     /// Returns the size in bytes of the largest extent of state, and of the largest extent of values. Staging buffers
-    /// must have these sizes.
+    /// must have at least these sizes.
     #[must_use]
     pub fn staging_bytes(&self) -> (u64, u64) {
         let largest = |bytes: &dyn Fn(&Record, u64) -> u64| {

@@ -1,10 +1,11 @@
-//! Keeps training state on SSD: two slots for each extent, and an atomic commit.
+//! Keeps training state on SSD, and commits each training step atomically.
 //!
 //! A [`Description`] lists the records (parameters and buffers) of a [`Store`] with their state tensors, grouped into
-//! units. The store cuts each record into *extents*. Each extent is read, written and checksummed separately.
-//! [`Store::begin`] and [`Store::stage`] write a step, extent by extent, into the slots that are not live, while
-//! readers continue to see the live slots. [`Store::commit`] makes all staged extents live and durable at once;
-//! [`Store::discard`] drops the staged extents.
+//! units. The store cuts each record into *extents*. Each extent is read, written and checksummed separately. Each
+//! record has two *slots* on storage, and one of them is live. [`Store::begin`] and [`Store::stage`] write a step,
+//! extent by extent, into the slots that are not live, while readers continue to see the live slots. [`Store::commit`]
+//! makes all staged slots live at once, and also durable with [`Durability::Step`]; [`Store::discard`] drops the staged
+//! extents.
 //!
 //! `docs/store-format.md` specifies the format, in enough detail to write another reader.
 

@@ -6,8 +6,8 @@
 //!
 //! [Note: Newest state] To get a record's newest state, read its live slot. Then apply, in order, the record's
 //! gradients from every head whose generation is that of the slot or later. So a step may write the whole record as it
-//! was *before* the step, and append the step's gradient to the log. After this write, the log no longer needs the
-//! record's earlier gradients.
+//! was *before* the step, and append the step's gradient to the log. After the commit of this step, the log no longer
+//! needs the record's earlier gradients.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -21,7 +21,8 @@ use crate::{Dtype, Error, Head, LoggedGradient, LoggedUpdate, Replay, Result, St
 #[derive(Debug, Default)]
 pub(crate) struct GradientLog {
     pub(crate) ring: Ring,
-    /// The records that may append gradients, each with the turn in which the record is written whole.
+    /// The records whose gradients may be appended to the ring, each with the turn in which the record is written
+    /// whole.
     pub(crate) members: BTreeMap<usize, Member>,
     /// The number of turns. The turns repeat every `steps` steps, so that each member is written whole once in `steps`
     /// steps.
@@ -40,17 +41,19 @@ pub(crate) struct GradientLog {
     pub(crate) found: Option<Arc<Replay>>,
     /// For each record, its gradient that was appended since the last commit.
     pub(crate) appended: BTreeMap<usize, Appended>,
-    /// The ring position of the next append; `None` until the first append after a commit.
+    /// The ring position of the next append; `None` if the ring has no append since the last commit or discard.
     pub(crate) next: Option<u64>,
     /// The sum of the checksums of the updates that the commit in progress defers to the next step.
     /// [`Store::digest`](crate::Store::digest) includes this sum.
     pub(crate) digest: u64,
 }
 
-/// The part of the log that is needed after a commit. The commit's root names this part.
+/// The part of the log that is needed after a commit. With [`Durability::Step`](crate::Durability::Step), the commit's
+/// root names the newest head of this part.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Live {
-    /// Offset and checksum of the newest head; zeros if no head is needed.
+    /// Offset and checksum of the newest head on storage; zeros if no head is needed, or if none was written
+    /// (durability "none").
     pub(crate) head: (u64, u64),
     /// The heads that are needed, the oldest first. Each item has a head's generation, and the ring position at which
     /// the gradients of that head's step begin.
@@ -59,7 +62,8 @@ pub(crate) struct Live {
     pub(crate) next: u64,
     /// The records with committed gradients that are not applied in the live slot.
     pub(crate) ahead: BTreeMap<usize, Ahead>,
-    /// The generation of the newest head that names spilled gradients, which are outside of the ring.
+    /// The generation of the newest head that names spilled gradients, which are outside of the ring; 0 if no head
+    /// does. After an opening with such a head, this is the generation of the root, and the head may be older.
     pub(crate) spilled_in: u64,
 }
 
@@ -73,7 +77,7 @@ pub(crate) struct Ahead {
     /// The record's count of updates after these gradients are applied.
     pub(crate) step: u64,
     /// True for a deferred update: a single spilled gradient that was committed after the store was opened. False for
-    /// gradients that were in the log when the store was opened, even if they had been spilled.
+    /// gradients in the ring, and for gradients that the log had when the store was opened, even if they were spilled.
     pub(crate) is_spilled: bool,
 }
 
@@ -147,7 +151,7 @@ impl GradientLog {
         self.live.ahead.contains_key(&record)
     }
 
-    /// Returns the records whose gradient of this step is spilled. These gradients are outside of the ring.
+    /// Returns the records whose appended gradient is a spilled gradient, which is outside of the ring.
     pub(crate) fn appended_spills(&self) -> BTreeSet<usize> {
         self.appended.iter().filter(|(_, appended)| appended.is_spilled).map(|(&record, _)| record).collect()
     }
@@ -162,10 +166,10 @@ impl GradientLog {
         heads >= steps as usize || self.turn % u64::from(steps) == u64::from(member.turn)
     }
 
-    /// Computes the state of the log after the commit of `generation` and `step`. Also returns the head that this
-    /// commit writes, or `None` if `listed` names no gradient. `is_staged` is true for the records that the commit
-    /// writes whole. Fails if `listed`, the caller's list of the step's gradients, does not match the appended
-    /// gradients.
+    /// Computes the state of the log after the commit of `generation` and `step`. Also returns the head of this commit,
+    /// or `None` if `listed` names no gradient. [`Store::write_head`](crate::Store::write_head) sets the head's place
+    /// in the returned state. `is_staged` is true for the records that the commit writes whole. Fails if `listed`, the
+    /// caller's list of the step's gradients, is invalid or does not match the appended gradients.
     pub(crate) fn after(
         &self,
         (generation, step): (u64, u64),

@@ -1,9 +1,9 @@
 //! Rejects a striped store whose devices hold copies of different commits. Checks a sample of the extents on each
 //! device.
 //!
-//! Roots and tables are only on some of the devices, and name the extents on all devices. Each read of an extent checks
-//! the checksum of the extent, so training never computes with a mix of copies. But without the sample, the first read
-//! of a wrong extent might come hours after the store was opened.
+//! A root and its table may be on few of the devices, but the table has the checksums of the extents on all devices.
+//! Each read of an extent checks the extent's checksum, so training never computes with a mix of copies. But without
+//! the sample, the first read of a wrong extent might come hours after the store was opened.
 
 use std::cmp::Reverse;
 
@@ -21,7 +21,8 @@ struct Sampled {
 }
 
 impl Store {
-    /// Rejects a store on several devices if a sampled extent does not belong to the commit that is being opened.
+    /// Rejects a store on several devices if the checksum of a sampled extent is wrong: the extent belongs to another
+    /// commit or is damaged.
     pub(crate) fn require_one_commit(&self) -> Result<()> {
         let devices = self.layout.devices;
         if devices.count == 1 {

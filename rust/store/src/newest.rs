@@ -2,8 +2,8 @@
 //!
 //! [Note: Going back] A damaged root may have been the newest, so an opening uses the other root only if the caller
 //! passes `Existing::Previous`. `settle_on_previous` then verifies every byte of the other commit. After that,
-//! `go_back` writes a mark over the page of the newer root, and only then can anything be staged. So a process that is
-//! killed at any point leaves the store unchanged, or at the commit before the newest.
+//! `go_back` writes a mark over the page of the newer or damaged root, and only then can anything be staged. So a
+//! process that is killed at any point leaves the store unchanged, or at the commit before the newest.
 
 use std::{
     path::{Path, PathBuf},
@@ -33,7 +33,7 @@ pub(crate) type Progress<'a> = dyn FnMut(u64, u64) -> bool + 'a;
 /// The content of a root page.
 #[derive(Debug, Clone)]
 pub(crate) enum Page {
-    /// No root and no mark of this store: zeros, or a root or mark of another store.
+    /// No root and no mark of this store: zeros, an incomplete first write, or a root or mark of another store.
     Blank,
     /// A mark: the page holds no root.
     Marked,
@@ -118,7 +118,7 @@ impl Roots {
             (Some(root), _) => Ok(root.clone()),
             (None, Some((_, error))) => Err(error
                 .clone()
-                .adding(&format!("; the other root is not whole either, so there is no commit to open: {KEEP}"))),
+                .adding(&format!("; the other page has no whole root either, so there is no commit to open: {KEEP}"))),
             (None, None) => Err(Error::Unfilled { path: Arc::clone(&self.path) }),
         }
     }
@@ -182,8 +182,8 @@ pub struct CommitId {
     pub generation: u64,
     /// The run of several ranks to which the commit belongs. All fields are zero if the run has one rank.
     pub run: Run,
-    /// False if later commits in memory may have overwritten the commit: the store has durability "none", and was not
-    /// closed after this commit.
+    /// False if the root marks the store as unclosed (durability "none"): later commits in memory may have overwritten
+    /// the commit.
     pub kept: bool,
 }
 
@@ -244,7 +244,8 @@ impl Store {
         self.verify(progress).map_err(|error| {
             error.adding(&format!(
                 "; it belongs to the previous commit, step {step}. A step after the newest commit has probably \
-                 overwritten it, so existing=\"previous\" cannot open the previous commit. Nothing was changed"
+                 overwritten it, so existing=\"previous\" cannot open the previous commit. Nothing was changed: try \
+                 existing=\"resume\", or restore the store from a copy"
             ))
         })?;
         // The verified bytes must be on storage, and not only in a device's cache, before `go_back` drops the other
@@ -254,8 +255,8 @@ impl Store {
         Ok(())
     }
 
-    /// Drops the newest commit permanently, if the commit before it was opened with [`Create::goes_back_later`].
-    /// Otherwise does nothing.
+    /// Drops the newest commit permanently if the store was opened at the commit before it ([`Existing::Previous`]).
+    /// Does nothing otherwise, or if an earlier call has dropped the newest commit.
     pub fn go_back(&self) -> Result<()> {
         let Phase::Previous { newest } = self.index.lock().phase else { return Ok(()) };
         self.mark_no_root(newest)?;
@@ -306,7 +307,8 @@ pub(crate) const NOT_CLOSED: &str = "the store was not closed, and its run had d
                                      nothing before close(): pass existing=\"replace\" to start again";
 
 const NEVER_CLOSED: &str = "the previous commit is of a run with durability=\"none\" and was never closed, so it was \
-                            not saved: existing=\"previous\" cannot open it";
+                            not saved, and existing=\"previous\" cannot open it: try existing=\"resume\", or restore \
+                            the store from a copy";
 
 #[cfg(test)]
 mod tests {

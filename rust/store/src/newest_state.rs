@@ -1,14 +1,13 @@
 //! Rebuilds the newest state of a record, chunk by chunk: reads the record's live slot, then applies the logged
 //! gradients that are not applied in that slot. Writes nothing to storage.
 //!
-//! `Store::scan` uses this module if the store was opened with a log. `Store::refresh` uses this module for values in
-//! the RAM tier that were overwritten in place.
+//! `Store::scan` uses this module if the store was opened with a log. `Store::refresh` uses this module if values in
+//! the RAM tier were overwritten in place and the live slot is older than these values.
 //!
-//! [Note: Deferred updates] A commit may name a record's spilled gradient instead of the updated record
-//! (`Store::append_spilled`). Until the next commit, the record is *behind*: one update is not applied in its live
-//! slot. To *settle* the record means to stage its other slot with this update applied (`Store::begin_settling`).
-//! Readers see the settled slot as soon as this slot is complete, although no root names the slot before the next
-//! commit.
+//! [Note: Deferred updates] A commit may name a record's spilled gradient instead of writing the updated record
+//! (`Store::append_spilled`). Until the record is settled, it is *behind*: one update is not applied in its live slot.
+//! To *settle* the record means to stage its other slot with this update applied (`Store::begin_settling`). Readers see
+//! the settled slot as soon as this slot is complete, although no root names the slot before the next commit.
 
 use std::sync::{Arc, MutexGuard};
 

@@ -34,7 +34,7 @@ pub enum Existing {
     Refuse,
     /// Open the store at its last committed step; create a store if the paths hold no store.
     Resume,
-    /// Create a new store in place of the existing store. Files and devices with other data are never overwritten.
+    /// Create a new store in place of the existing store. Return an error if a file or device has other data.
     Replace,
     /// Open the commit before the last commit. If one root is damaged, open the commit of the undamaged root instead.
     /// The opening verifies every byte of the opened commit, then overwrites the other root with a mark. Fails if there
@@ -51,7 +51,7 @@ pub struct Create {
     /// With [`Existing::Previous`], keeps the newest commit until the caller calls [`Store::go_back`]. Until then
     /// nothing can be staged.
     pub goes_back_later: bool,
-    /// Which commits survive a loss of power.
+    /// Which commits survive a loss of power or the end of the process.
     pub durability: Durability,
     /// How to open the volume. An existing store keeps its size and its stripe size.
     pub volume: Options,
@@ -185,8 +185,9 @@ impl Store {
     /// Writes the labels, marks and descriptions of a new store, but no root: the store cannot be opened before its
     /// first commit.
     ///
-    /// The first label is written before the rest of the store. So if the process is killed in this function, the
-    /// devices have the former store, or are blank, or have a store that counts as unfinished ([`Error::Unfilled`]).
+    /// The label of device 0 is written before the rest of the new store. So if the process is killed in this function,
+    /// the devices have the former store, or are blank, or have a store that counts as unfinished
+    /// ([`Error::Unfilled`]).
     fn format(
         volume: Volume,
         (devices, former): (Devices, Option<Label>),
@@ -204,9 +205,9 @@ impl Store {
         let former = former.map_or_else(|| labelled_before(&volume, devices), |label| Ok(Some(label)))?;
         let store = Self::new(volume, uuid, description, layout, how)?;
         let flush = || store.volume.flush(Wait::forever());
-        // First overwrite the former store's roots with marks. The former store's second labels may stay on the devices,
-        // and an opening prefers second labels whose store has a root. Overwrite the newest root last: if the process
-        // is killed before that, this root still names the former store's last commit.
+        // First overwrite the former store's roots with marks. The former store's second labels may stay on the
+        // devices, and an opening prefers second labels whose store has a root. Overwrite the newest root last: if the
+        // process is killed before that, this root still names the former store's last commit.
         if let Some(label) = former {
             let mut pages = former_root_pages(&store.volume, &label, devices);
             pages.sort_by_key(|&(generation, _)| generation);
@@ -215,8 +216,8 @@ impl Store {
                 flush()?;
             }
         }
-        // First label the device that has the root pages. As long as both root pages are blank, `was_begun` accepts
-        // that the other devices have no labels.
+        // First label only device 0. As long as both root pages are blank, `was_begun` accepts that the other devices
+        // have no labels.
         store.put_first_labels(0..1)?;
         flush()?;
         store.put_first_labels(1..devices.count)?;
@@ -258,7 +259,7 @@ impl Store {
         if volume.size_bytes() < layout.end() {
             let (needed, size) = (layout.end(), volume.size_bytes());
             let why = format!(
-                "the store needs {needed} bytes, but has only {size}: it was truncated, restore it from a copy"
+                "the store needs {needed} bytes, but has only {size}: it was truncated. Restore it from a copy"
             );
             return Err(Error::corrupt(&path, "the store", (size, needed - size), why));
         }
@@ -333,7 +334,7 @@ impl Store {
 /// Returns the label of the store to open, or `None` if a store is to be created.
 fn decide(there: &PathState, existing: Existing, paths: &[PathBuf]) -> Result<Option<Label>> {
     match (there, existing) {
-        (PathState::Nothing, Existing::Previous) => refused(&paths[0], "there is no store to open"),
+        (PathState::Nothing, Existing::Previous) => refused(&paths[0], "there is no store to open: check the path"),
         (PathState::Nothing, _) | (PathState::Empty(_), Existing::Refuse) | (_, Existing::Replace) => Ok(None),
         (PathState::Empty(path), _) => emptied(path),
         (PathState::Unusable(why), _) => refused(&paths[0], why),
@@ -367,8 +368,8 @@ fn labelled_before(volume: &Volume, devices: Devices) -> Result<Option<Label>> {
     Ok(None)
 }
 
-/// For each root page of a former store, returns the generation of its root (0 if there is no root), and the offset of
-/// the page. Leaves out a page that is outside the volume.
+/// For each root page of a former store, returns the generation of its root (0 if it has no whole root), and the offset
+/// of the page. Leaves out a page that is outside the volume.
 fn former_root_pages(volume: &Volume, label: &Label, devices: Devices) -> Vec<(u64, u64)> {
     let offsets = [0, 1].map(|slot| {
         let (device, offset) = label.devices.on_device(label.devices.root_offset(slot));

@@ -1,9 +1,9 @@
 //! Reads the values of a unit part by part, through memory that may be smaller than the unit.
 //!
-//! [Note: Holds of a unit] A `Parts` holds the live slot of each record of its unit, so that nothing is staged into
-//! these slots before every part was read once. The holds end when the devices have read all parts, even if the caller
-//! never waits for the parts: a writer that needs a slot calls `OpenReads::settle`, which releases the holds of ended
-//! reads.
+//! [Note: Holds of a unit] A `Parts` holds the slot of each record whose values it reads, so that nothing is staged
+//! into these slots before every part was read once. A hold can end as soon as the devices have read all parts, even if
+//! the caller never waits for the parts: a writer that needs a slot calls `OpenReads::settle`, which releases the holds
+//! of ended reads.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, Weak},
@@ -157,7 +157,7 @@ impl Store {
 }
 
 impl Parts {
-    /// Returns the newest version among the records that have values; 0 if no record has values.
+    /// Returns the newest version among the records whose values this `Parts` reads; 0 if there is no such record.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.reading.holds.iter().map(|hold| hold.version).max().unwrap_or(0)
@@ -191,8 +191,11 @@ impl Parts {
         found
     }
 
-    /// Begins to read a part into `memory`, ahead of all queued I/O. `memory` must have exactly the size of the part.
-    /// `memory` may begin at any address. Reads are faster if `memory` begins on a page.
+    /// Copies the extents of a part that are in the RAM tier to `memory`. Begins to read all other extents, except
+    /// those in [`Parts::deferred_runs`], ahead of queued I/O of [`Lane::Second`].
+    ///
+    /// `memory` must have exactly the size of the part, and may begin at any address. Reads are faster if `memory`
+    /// begins on a page.
     pub fn begin<B: Buffer + Sync>(self: &Arc<Self>, index: usize, memory: B) -> Result<PartFetch<B>> {
         let Some(part) = self.cuts.get(index) else {
             return Err(Error::Invalid(format!(
@@ -233,7 +236,8 @@ impl Parts {
                 _ => runs.push((extent.at, from, bytes)),
             }
         }
-        // Keep the lock until this read is in `flying`: until then, `release_if_ended` must not release the holds.
+        // Keep the lock until this read is in `flights.flying`: until then, `release_if_ended` must not release the
+        // holds.
         let mut flights = self.reading.lock();
         self.reading.holds.iter().try_for_each(Hold::retake)?;
         for (into, from, bytes) in runs {
@@ -287,20 +291,23 @@ impl Reading {
 
 impl<B: Buffer + Sync> PendingRead for Mutex<FetchState<B>> {
     fn has_ended(&self) -> bool {
-        // If `try_lock` fails, a thread in `PartFetch::wait` has the lock, and the read may not have ended.
+        // If `try_lock` fails, another thread has the lock, perhaps in `PartFetch::wait`, and the read may not have
+        // ended.
         self.try_lock().is_ok_and(|state| state.is_done())
     }
 }
 
 impl<B: Buffer + Sync> PartFetch<B> {
-    /// True if the devices are done with the read. Never waits.
+    /// True if the devices are done with the read. May be false while another thread is in [`PartFetch::wait`]. Never
+    /// waits.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.state.has_ended()
     }
 
-    /// Waits for the devices, then checks every extent. Once the read has ended, later calls return the same outcome.
-    /// After a success, the caller may use the part's memory again.
+    /// Waits for the devices, then checks the extents. Does not check values that the engine computes, or that only the
+    /// RAM tier has. Once the read has ended, later calls return the same outcome. After a success, the caller may use
+    /// the part's memory again.
     ///
     /// # Errors
     /// Fails if `wait` ends first, a device fails, or the checksum of an extent is wrong.

@@ -1,4 +1,5 @@
-//! Examines the files and devices at a store's paths before any file or device is opened for use or changed.
+//! Examines the files and devices at a store's paths: whether they hold a store, and whether a store may be there.
+//! Changes nothing.
 
 use std::{
     fs::{self, File},
@@ -49,18 +50,19 @@ const KERNEL_MAGICS: [FsWord; 10] = [
 pub(crate) enum PathState {
     /// No files, or blank devices.
     Nothing,
-    /// An existing file with zeros at both ends: the content of its store was lost, or the first write of the store did
-    /// not finish.
+    /// All files and devices are blank or missing, and this file exists. Perhaps its store was lost, or the first write
+    /// of the store did not finish.
     Empty(PathBuf),
     /// A memascend store. The field is the label of the store's first device.
     Store(Label),
-    /// A store without labels on some devices: the process that created the store ended before it wrote these labels.
+    /// A store that lacks its labels on some devices: the process that created the store ended before it wrote them.
     Unfilled,
     /// A memascend store that cannot be opened. The field is the reason.
     Unusable(String),
 }
 
-/// Returns the file or device for a path. If the path is a folder, returns the path of the store's file in the folder.
+/// Returns the file or device for a path. If the path is a folder or ends with a slash, returns the path of the store's
+/// file in the folder.
 pub(crate) fn resolve(path: &Path) -> PathBuf {
     if names_folder(path) || path.is_dir() { path.join(FILE_NAME) } else { path.to_owned() }
 }
@@ -74,8 +76,9 @@ pub(crate) fn names_folder(path: &Path) -> bool {
 /// missing.
 ///
 /// # Errors
-/// Fails if a device holds other data, belongs to another store, is blank although other devices are not, or is out of
-/// order. The error names this device. Also fails if the store does not have as many devices as there are `paths`.
+/// Fails if a device cannot be read, holds other data, belongs to another store, is blank although other devices are
+/// not, or is out of order. The error names this device. Also fails if `paths` is empty, or if the store does not have
+/// as many devices as there are `paths`.
 pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));
@@ -111,16 +114,16 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState
                     path.display()
                 )));
             }
-            Found::Blank => return refused(path, "the other devices have a store, this one is blank: check the path"),
+            Found::Blank => return refused(path, "it is missing or blank, but another path is not: check the paths"),
             Found::Foreign => return refused(path, FOREIGN),
         };
         let of = first.get_or_insert(*label);
         if label.uuid != of.uuid {
-            return refused(path, "it belongs to another store than the first device: pass the devices of one store");
+            return refused(path, "it and the first device belong to different stores: pass the devices of one store");
         }
         if label.devices.count as usize != paths.len() {
             let why = format!(
-                "the store has {} devices, and {} were given: pass all devices",
+                "the store has {} devices, and {} were given: pass all devices of the store and no others",
                 label.devices.count,
                 paths.len()
             );
@@ -140,7 +143,7 @@ pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState
 
 /// True if the creation of a new store ended before all labels were written. In that case the first device has its
 /// label, another device is blank or has the label of a former store, and both root pages are still blank. Root pages
-/// are written after all labels.
+/// are written after the first labels of all devices.
 fn was_begun(paths: &[PathBuf], found: &[Found]) -> bool {
     let [Found::Label(first), others @ ..] = found else { return false };
     let belongs = |found: &Found| matches!(found, Found::Label(label) if label.uuid == first.uuid);
@@ -181,7 +184,7 @@ pub(crate) fn is_left(path: &Path) -> std::result::Result<(), String> {
         let mut page = vec![0; PAGE_BYTES as usize];
         file.read_exact_at(&mut page, label.devices.root_offset(slot)).map_err(|error| error.to_string())?;
         match root::read(&page, &label.uuid) {
-            Ok(root::Found::Root(root)) if root.generation > 1 => return Err("it has commits".into()),
+            Ok(root::Found::Root(root)) if root.generation > 1 => return Err("it has more than one commit".into()),
             Ok(_) => {}
             Err(why) => return Err(format!("a root is damaged: {why}")),
         }
@@ -252,7 +255,7 @@ fn geometries(count: usize, found: &[Found]) -> Vec<Devices> {
 /// Returns the second labels of the devices, for the first geometry with which any second label is found.
 ///
 /// A second label counts if a root of its store is whole, or if the first page of the device is zeros or still begins
-/// with the magic of a label. Otherwise the label does not count, because other data was written over an old store.
+/// with the magic of a label. Otherwise the label does not count: other data was probably written over an old store.
 fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<Label>> {
     let nothing = vec![None; paths.len()];
     let Some(files) = paths.iter().map(|path| File::open(path).ok()).collect::<Option<Vec<_>>>() else {
@@ -305,8 +308,9 @@ fn find_second_labels(paths: &[PathBuf], geometries: &[Devices]) -> Vec<Option<L
     found.find(|labels| labels.iter().any(Option::is_some)).unwrap_or(nothing)
 }
 
-/// Rejects a path whose folder is missing, or whose file system is in memory or shows kernel state. With `in_folder`,
-/// the last folder of the path may be missing: the claim creates it.
+/// Rejects a path whose folder is missing, or whose file system is in memory or shows kernel state. Accepts a block
+/// device on a file system in memory, such as `/dev`. With `in_folder`, the last folder of the path may be missing: the
+/// claim creates it.
 pub(crate) fn check_place(path: &Path, in_folder: bool) -> Result<()> {
     let above = |path: &Path| match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
@@ -349,8 +353,8 @@ pub(crate) fn emptied<T>(path: &Path) -> Result<T> {
     let bytes = fs::metadata(path).map_or(0, |there| there.len());
     let found = if bytes == 0 { "it has no bytes".into() } else { format!("its {bytes} bytes begin and end in zeros") };
     let why = format!(
-        "{found}: the content of the store is lost, or its first write did not finish. Restore the file from a copy, \
-         or pass existing=\"replace\" to create a new store"
+        "{found}: the content of the store is lost, its first write did not finish, or the file never held a store. \
+         Restore the file from a copy, or pass existing=\"replace\" to create a new store"
     );
     Err(Error::corrupt(path, "the store", (0, bytes), why))
 }

@@ -2,7 +2,7 @@
 //!
 //! [Note: Rows] A row is one stripe of each device. With only one device, a row is one page. The first labels are in
 //! the first row, one label at the beginning of each device. The second labels are in the last row, one label at the
-//! end of each device.
+//! end of each device's stripe.
 
 use std::{
     fs::File,
@@ -15,7 +15,8 @@ use crate::{Error, Result, fields::Malformed, layout::PAGE_BYTES};
 /// The limit of offsets in a volume. Sums of a few offsets below this limit do not overflow.
 const STORE_BYTES_MAX: u64 = 1 << 60;
 
-/// The number of devices and the stripe size. The offsets of labels and roots are computed from these two numbers.
+/// The number of devices and the stripe size. These two numbers determine the offsets of first labels and roots. The
+/// offsets of second labels also depend on the size of the volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Devices {
     pub(crate) count: u32,
@@ -44,7 +45,7 @@ impl Devices {
     }
 
     /// Returns the offset of the second label of device `index` in a volume of `volume_bytes`: the last page of the
-    /// device's last stripe. `None` if the volume has only the row of the first labels.
+    /// device's stripe in the last row. `None` if the volume has at most one row. See [Note: Rows].
     pub(crate) fn second_label_offset(self, volume_bytes: u64, index: u32) -> Option<u64> {
         let row = self.row_bytes();
         let last = (volume_bytes / row).checked_sub(1).filter(|&last| last > 0)? * row;
@@ -55,8 +56,8 @@ impl Devices {
         })
     }
 
-    /// Returns the smallest size of a volume whose second labels are all after `end`. The row of the second labels may
-    /// begin before `end`, because the second label of device 0 is at the end of a stripe.
+    /// Returns the smallest size of a volume whose second labels are all at or after `end`. The row of the second
+    /// labels may begin before `end`, because the second label of device 0 is at the end of a stripe.
     pub(crate) fn with_second_labels(self, end: u64) -> u64 {
         let row = self.row_bytes();
         let before = if self.count == 1 { 0 } else { self.stripe_bytes - PAGE_BYTES };
@@ -156,8 +157,8 @@ impl Places {
         both.chain([(self.spill, lengths.spill)]).collect()
     }
 
-    /// Returns the end of the last area. Fails if two areas overlap, or if an area begins before `first`, is not
-    /// aligned to a page, or ends past the limit of offsets.
+    /// Returns the end of the last area. Fails if an area is not aligned to a page or ends past the limit of offsets,
+    /// or if an area that is not empty begins before `first` or overlaps another area.
     pub(crate) fn end(&self, lengths: &Lengths, first: u64) -> std::result::Result<u64, Malformed> {
         let mut extents = self.extents(lengths);
         extents.sort_unstable();
@@ -166,7 +167,7 @@ impl Places {
             let after = at.checked_add(bytes).filter(|&after| after < STORE_BYTES_MAX);
             match after {
                 Some(after) if at.is_multiple_of(PAGE_BYTES) && (at >= end || bytes == 0) => end = end.max(after),
-                _ => return Err(format!("{bytes} bytes at offset {at} overlap the area up to {end} or break limits")),
+                _ => return Err(format!("{bytes} bytes at {at} begin before {end}, end too late or are unaligned")),
             }
         }
         Ok(end)
@@ -185,5 +186,5 @@ pub(crate) fn add(sum: &mut u64, bytes: u64) -> Result<()> {
 }
 
 pub(crate) fn too_large() -> Error {
-    Error::Invalid("the store would be larger than a volume can be: describe fewer or smaller records".into())
+    Error::Invalid("the store would have too many bytes or extents: describe fewer or smaller records".into())
 }

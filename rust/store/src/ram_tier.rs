@@ -1,10 +1,10 @@
 //! Keeps records in RAM while the store is open: their values, which modules use in place, and their optimizer state.
 //!
-//! [Note: RAM tier versions] `CachedVersions::versions` has the version of each extent in memory. An extent is
-//! *fresh* if memory has the newest version of its record. Otherwise the extent is *stale*. If storage also has the
-//! newest version, `Store::stage` replaces the extent in memory at once, under the version of the next commit. A
+//! [Note: RAM tier versions] `CachedVersions::versions` has the version of each extent in memory. An extent is *fresh*
+//! if its version in memory is the newest version of its record. Otherwise the extent is *stale*. If storage also has
+//! the newest version, `Store::stage` replaces the extent in memory at once, under the version of the next commit. A
 //! discard makes this extent stale, and [`Store::refresh`] then reads it again. If an update was applied only in memory
-//! (`Slots::applied`), memory has the only copy of the newest version, and only later updates write to that copy.
+//! (`Slots::applied`), memory has the only copy of the newest version, and `Store::stage` does not replace it.
 
 use std::{
     collections::BTreeMap,
@@ -45,9 +45,10 @@ struct RamTierRecord {
     now: Mutex<CachedVersions>,
 }
 
-/// The versions of a record's extents in memory. A thread that reads or writes the record's memory must hold the lock
-/// of the record's `CachedVersions`. There are two exceptions, which do not take this lock: modules that compute with
-/// the values, and updates ([`InMemoryUpdate`](crate::InMemoryUpdate)).
+/// The versions of a record's extents in memory. `Store::copy_in_ram`, `Store::keep` and `Store::rebuild` hold the lock
+/// of the record's `CachedVersions` while they use the record's memory. This lock does not exclude other accesses to
+/// the memory: modules that compute with the values, updates ([`InMemoryUpdate`](crate::InMemoryUpdate)), checks, and
+/// transfers of the devices.
 #[derive(Debug)]
 pub(crate) struct CachedVersions {
     /// The version of each extent; 0 if memory does not have the extent, or has bytes that belong to no version.
@@ -73,12 +74,13 @@ impl Store {
     /// records. `keep_going` is called during the allocation; see [`Region::interruptible`].
     ///
     /// # Errors
-    /// Fails if memory has the only copy of a record, the store is closed, or the memory cannot be allocated.
+    /// Fails if memory has the only copy of a record, a record does not exist, the store is closed, the memory cannot
+    /// be allocated, or `keep_going` returns `false`.
     pub fn hold(&self, records: &[usize], pin: Pin, keep_going: KeepGoing<'_>) -> Result<()> {
         if self.index.lock().has_ram_only_state() {
             return Err(Error::Usage(
                 "only memory has the newest values of parameters kept in RAM, so the choice of these parameters cannot \
-                 change: close the store, which writes these values, and open the store again"
+                 change: close the store and open it again"
                     .into(),
             ));
         }
@@ -138,8 +140,8 @@ impl Store {
         self.ram_tier().is_some_and(|ram_tier| ram_tier.records.contains_key(&record))
     }
 
-    /// Returns the memory of a unit's values, if all records of the unit are in RAM. After [`Store::refresh`], the
-    /// memory has the values of the last commit.
+    /// Returns the memory of a unit's values, if all records of the unit that have values are in RAM. After
+    /// [`Store::refresh`] of these records, the memory has the values of the last commit.
     #[must_use]
     pub fn ram_tier_unit(&self, unit: usize) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
@@ -147,8 +149,8 @@ impl Store {
         ram_tier.memory.part(range.start, range.len())
     }
 
-    /// Returns the count of events that made extents in memory stale. A fresh extent stays fresh until the count
-    /// changes.
+    /// Returns the count of events that may have made extents in memory stale. A fresh extent stays fresh until the
+    /// count changes.
     #[must_use]
     pub fn ram_tier_epoch(&self) -> u64 {
         self.index.lock().ram_tier_epoch
@@ -166,8 +168,8 @@ impl Store {
     }
 
     /// Reads the stale extents of `records` from storage into the RAM tier. If only memory had the newest version of a
-    /// chunk, rebuilds the chunk from the log. `progress` receives the bytes done and the total, and returns `false` to
-    /// stop.
+    /// chunk, rebuilds the chunk from the log, or fails if the log does not have the record's gradients. `progress`
+    /// receives the bytes done and the total, and returns `false` to stop.
     pub fn refresh(&self, records: &[usize], progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let Some(ram_tier) = self.ram_tier() else { return Ok(()) };
         let (mut stale, mut lost) = (Vec::new(), Vec::new());
@@ -208,8 +210,8 @@ impl Store {
         })
     }
 
-    /// Returns the error for a record whose only copy was in memory. Something overwrote that copy, or the copy is in
-    /// the memory of the parent process from which this process was forked.
+    /// Returns the error for a record whose newest version was only in memory, if memory no longer has this version, or
+    /// if the memory is that of the parent process from which this process was forked.
     pub(crate) fn lost(&self, record: usize) -> Error {
         let name = &self.description.records[record].name;
         if self.index.lock().ram_tier.as_ref().is_some_and(|ram_tier| ram_tier.maker.is_elsewhere()) {
@@ -219,8 +221,10 @@ impl Store {
             ));
         }
         Error::Usage(format!(
-            "the values of {name:?} were written to in place while the model computed, and no other copy of them \
-             exists: load a checkpoint. To have a second copy in the future, pass storage= with durability=\"step\""
+            "only memory had the newest values of {name:?}, and it no longer has them, probably because they were \
+             written to in place while the model computed. With durability=\"step\", close the store and open it \
+             again, which restores them from the log. Otherwise no other copy of them exists: load a checkpoint. To \
+             have a second copy in the future, pass storage= with durability=\"step\""
         ))
     }
 
@@ -280,7 +284,7 @@ impl Store {
         self.index.lock().ram_tier.clone().filter(|ram_tier| !ram_tier.maker.is_elsewhere())
     }
 
-    /// Checks a chunk of values in memory against the checksum that was noted when the chunk was last updated. If the
+    /// Checks a chunk of values in memory against the chunk's checksum in the newest version of the record. If the
     /// checksums differ, marks the record's values as stale and fails.
     pub(crate) fn check_in_ram(&self, ram_tier: &RamTier, record: usize, chunk: u32) -> Result<()> {
         let number = (self.layout.record(record).first_extent + chunk) as usize;
@@ -310,8 +314,9 @@ impl Store {
         ))
     }
 
-    /// Checks `bytes`, a copy of an extent in memory, against the checksum of the extent in the slot of `hold`. Skips
-    /// the check if memory has the only copy of this version.
+    /// Checks `bytes`, a copy of an extent in memory, against the checksum of the extent in the slot of `hold`. If the
+    /// checksums differ, marks the record's values as stale and fails. Skips the check if memory has the only copy of
+    /// this version.
     pub(crate) fn check_copy(&self, hold: &Hold<&Self>, extent: u32, bytes: &[u8], place: (u64, u64)) -> Result<()> {
         if hold.alone || hold.check(extent, bytes, place).is_ok() {
             return Ok(());

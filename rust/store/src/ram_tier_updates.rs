@@ -1,9 +1,9 @@
-//! Applies updates to records in RAM after the updates were committed. Writes these records to storage when the store
-//! is closed.
+//! Tracks updates that are applied to records in RAM after their commit. Writes the updated records to storage before
+//! the store is closed.
 //!
 //! The engine announces an update before the update's commit ([`Store::announce`]), and applies the update in memory
 //! after the commit ([`Store::application`]). From then on memory has the only copy of the record's newest version,
-//! until [`Store::write_applied`] or a snapshot writes this version to the slot that is not live.
+//! until [`Store::write_applied`], [`Store::close`] or a snapshot writes this version to the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -66,7 +66,7 @@ impl Store {
         }
     }
 
-    /// Returns the memory of an extent; `None` if the extent's record is not in RAM.
+    /// Returns the memory of an extent; `None` if the record is not in RAM or has no such extent.
     #[must_use]
     pub fn ram_tier_extent(&self, record: usize, extent: u32) -> Option<Shared> {
         let ram_tier = self.ram_tier()?;
@@ -99,8 +99,9 @@ impl Store {
     }
 
     /// Writes each record whose newest version only memory has, and commits these writes as a part of the last step.
-    /// This commit also ends the log. Discards everything else that is staged. `progress` receives the bytes done and
-    /// the total, and returns `false` to stop. The next call then continues where this call stopped.
+    /// Does nothing if there is no such record. The commit also ends the log, unless a record is behind. Discards
+    /// everything else that is staged, except settled slots. `progress` receives the bytes done and the total, and
+    /// returns `false` to stop. The next call then continues where this call stopped.
     pub fn write_applied(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<()> {
         let step = {
             let index = self.index.lock();
@@ -151,8 +152,8 @@ impl Store {
         flying.into_iter().try_for_each(|(write, _)| write.wait().map(drop))
     }
 
-    /// Discards everything that is staged, except snapshots. If a record has both a snapshot and an announced update,
-    /// discards only the update.
+    /// Discards everything that is staged, except snapshots and settled slots. If a record has both a snapshot and an
+    /// announced update, discards only the update.
     fn drop_others(&self) -> Result<()> {
         let mut index = self.when(&mut Wait::forever(), "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
@@ -173,8 +174,9 @@ impl Store {
         slots.pending.is_snapshot() && slots.missing == 0
     }
 
-    /// Abandons the versions that only memory has. If there are any, nothing can be committed from then on, the store
-    /// stays marked as unclosed, and the next opening reports that the store was not closed.
+    /// Abandons the versions that only memory has. If there are any, nothing can be committed from then on. With
+    /// [`Durability::None`], the store also stays marked as unclosed, and the next opening reports that the store was
+    /// not closed.
     pub fn give_up_applied(&self) {
         let mut index = self.index.lock();
         if index.has_ram_only_state() {

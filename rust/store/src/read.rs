@@ -1,4 +1,5 @@
-//! Reads live slots extent by extent. Checks the checksum of each extent before it returns the extent.
+//! Reads records extent by extent, from the RAM tier or from the live slots. Checks the checksum of each extent before
+//! it returns the extent, unless only the RAM tier has the extent's version.
 
 use std::ops::Range;
 
@@ -25,7 +26,9 @@ impl Store {
     /// is in RAM, copies the extent from RAM.
     ///
     /// # Errors
-    /// Fails if gradients of the log, or a deferred update, are not applied in the live slot.
+    /// Fails if the record has no such extent, if `buffer` has another size, or if only memory had the newest version
+    /// and no longer has it. If the extent is not in RAM, also fails if gradients of the log, or a deferred update, are
+    /// not applied in the live slot.
     pub fn read<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let read = self.read_from(self.ram_tier().as_deref(), record, extent, buffer)?;
         if matches!(read.source, Source::Storage(_)) {
@@ -74,7 +77,8 @@ impl Store {
         Ok(ExtentRead { source, hold, extent, place })
     }
 
-    /// Returns the place of an extent. Fails if the record has no such extent, or if the extent's size is not `nbytes`.
+    /// Returns extent number `extent` of a record. Fails if the record has no such extent, or if the extent's size is
+    /// not `nbytes`.
     pub(crate) fn fitting_extent(&self, record: usize, extent: u32, nbytes: usize) -> Result<Extent> {
         self.known(record)?;
         let name = &self.description.records[record].name;
@@ -94,8 +98,8 @@ impl Store {
         Ok(layout)
     }
 
-    /// True if `buffer` and a live extent have the same checksum. False if the checksums differ, if the record has no
-    /// such extent, or if an update of the record is not applied in the live slot.
+    /// True if `buffer` and an extent in the slot that readers see have the same size and checksum. False if the record
+    /// has no such extent, or if gradients of the log, or a deferred update, are not applied in that slot.
     pub fn holds(&self, record: usize, extent: u32, buffer: &impl Buffer) -> Result<bool> {
         self.known(record)?;
         if extent >= self.layout.extents_of(record) {

@@ -1,5 +1,5 @@
-//! Reads the log. Each step in the log has a head, which names the step's gradients and the head before it. The root
-//! names the newest head.
+//! Reads the write-ahead log of gradients. Each step in the log has a head, which names the step's gradients and the
+//! head before it. The root names the newest head.
 
 use std::{
     collections::BTreeMap,
@@ -90,16 +90,16 @@ impl Replay {
 }
 
 impl Store {
-    /// Returns the log that the store was opened with, or `None` once the log is ended. To end the log, the caller
-    /// stages each of the log's records whole, with the gradients applied, and commits these records. The caller must
-    /// end the log before the caller stages anything else.
+    /// Returns the log that the store was opened with. Returns `None` if there was none, or once the log is ended. To
+    /// end the log, the caller stages each of the log's records whole, with the gradients applied, and commits these
+    /// records. The caller must end the log before the caller stages anything else.
     #[must_use]
     pub fn pending_replay(&self) -> Option<Arc<Replay>> {
         self.index.lock().log.found.clone()
     }
 
-    /// Begins to read a chunk of a logged gradient of `head`, a head of [`Store::pending_replay`], into a buffer that
-    /// has the size of the chunk's whole pages.
+    /// Begins to read a chunk of `logged`, a gradient that `head` names, into a buffer that has the size of the chunk's
+    /// whole pages.
     pub fn read_logged<'a, B: Buffer>(
         &'a self,
         head: &Head,
@@ -124,8 +124,8 @@ impl Store {
         Ok(LoggedRead { store: self, transfer, generation: head.generation, step: head.step, logged, chunk })
     }
 
-    /// Reads and checks every gradient that is not applied in a live slot. The heads were checked when the store was
-    /// opened.
+    /// Reads and checks every gradient of [`Store::pending_replay`] that is not applied in a live slot. The heads were
+    /// checked when the store was opened.
     ///
     /// `keep_going` is called after each chunk and returns `false` to stop. `damaged` receives the error of each
     /// damaged or unreadable chunk, and returns an error to stop.
@@ -173,8 +173,8 @@ impl Store {
         let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
         if end.is_none_or(|end| end > before_labels) || ring.offset < self.layout.end() || !is_paged {
             let why = format!(
-                "it says that the log lies in {} bytes from offset {}, where the volume has no room for a log: the \
-                 store was truncated, or the root is wrong",
+                "it says that the log lies in {} bytes from offset {}, where no log can lie: the store was truncated, \
+                 or the root is wrong",
                 ring.bytes, ring.offset
             );
             let place = (self.layout.devices.root_offset(root.generation & 1), PAGE_BYTES);
@@ -231,7 +231,7 @@ impl Store {
             let head = self.head_at(place, ring)?;
             let newer = heads.last().map_or(newest + 1, |head| head.generation);
             if head.generation >= newer {
-                let why = format!("it has generation {}, but the next head has generation {newer}", head.generation);
+                let why = format!("it has generation {}, but must have a generation before {newer}", head.generation);
                 return Err(self.corrupt("the head of a step of the log", (place.0, PAGE_BYTES), why));
             }
             let oldest = heads.first().map_or(head.oldest, |newest| newest.oldest);
@@ -242,7 +242,7 @@ impl Store {
                 return Ok(heads);
             }
             if generation < oldest || before == (0, 0) {
-                let why = format!("the heads from generation {oldest} on are needed, but it names no earlier head");
+                let why = format!("the heads from generation {oldest} on are needed, but no head has that generation");
                 return Err(self.corrupt(named(&heads[heads.len() - 1]), (place.0, PAGE_BYTES), why));
             }
             place = before;
@@ -254,7 +254,7 @@ impl Store {
         let corrupt = |nbytes: u64, why: String| self.corrupt("the head of a step of the log", (offset, nbytes), why);
         let end = ring.offset + ring.bytes;
         if offset < ring.offset || offset >= end || !offset.is_multiple_of(PAGE_BYTES) {
-            return Err(corrupt(PAGE_BYTES, "it lies outside the log".into()));
+            return Err(corrupt(PAGE_BYTES, "its offset is not a page of the log".into()));
         }
         let before_labels = self.layout.devices.before_second_labels(self.volume.size_bytes());
         let records = &self.description.records;
@@ -283,7 +283,7 @@ impl Store {
         if !starts_inside || !head.logged_gradients.iter().all(fits) {
             return Err(corrupt(
                 nbytes,
-                "it names gradients that do not fit the records or the areas of the store".into(),
+                "its start, or a gradient that it names, does not fit the records or the areas of the store".into(),
             ));
         }
         Ok(head)

@@ -17,7 +17,7 @@ use crate::{
     ring::Ring,
 };
 
-/// The largest number of bytes that a step takes in the log.
+/// The largest sizes in bytes that a step can have in the log.
 #[derive(Debug, Clone, Copy)]
 struct StepBytes {
     /// All gradients and the head.
@@ -136,8 +136,8 @@ impl Store {
     }
 
     /// Makes second places for spilled gradients, so that updates of the records in `deferred` can be deferred
-    /// ([`Store::append_spilled`]). Returns `false`, and changes nothing, if there is no space, if the log is not
-    /// empty, or if second places exist already.
+    /// ([`Store::append_spilled`]). Returns `false`, and changes nothing, if `deferred` is empty, if there is no space,
+    /// if the log is not empty, or if second places exist already.
     ///
     /// Must be called before [`Store::keep_log`].
     pub fn keep_places(&self, deferred: &[usize]) -> Result<bool> {
@@ -166,8 +166,9 @@ impl Store {
         Ok(true)
     }
 
-    /// Returns a ring after the end of the store. The ring has `wanted` bytes, or fewer if the volume has less space.
-    /// If fewer than `least` bytes fit, returns an empty ring.
+    /// Returns a ring after the store and its second places for gradients. Grows the store's files if necessary. The
+    /// ring has `wanted` bytes, or fewer if the volume has less space. If fewer than `least` bytes fit, returns an
+    /// empty ring.
     fn room_for_log(&self, wanted: u64, least: u64) -> Result<Ring> {
         let devices = self.layout.devices;
         let second = if self.spill.has_places() { self.layout.spill_area_bytes() } else { 0 };

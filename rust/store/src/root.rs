@@ -1,5 +1,5 @@
-//! Encodes and decodes roots. A store has two root pages, and commits write them alternately. Each root names a whole
-//! table, and the newest root is valid.
+//! Encodes and decodes roots, the pages that make commits valid. A store has two root pages, and commits write them
+//! alternately. Each root names a whole table. The newest root counts, unless the caller asks for the previous commit.
 //!
 //! [Note: Root pages] A root fills one sector and is stored twice in its page: in the first sector and in the last
 //! sector. A page that was torn between sectors, or that has one flipped bit, still has a whole root. If both copies of
@@ -84,8 +84,8 @@ pub struct Run {
     pub id: [u8; 16],
     /// The number of the commit, equal on all ranks. The generation of the commit can differ from rank to rank.
     pub commit: u64,
-    /// Differs from the identity of a commit with the same number that another continuation of the run made. Equal on
-    /// all ranks.
+    /// The identity of the commit, equal on all ranks. A commit with the same number in another continuation of the run
+    /// has another identity.
     pub identity: [u8; 16],
     /// The rank that owns the store. The store has the rows of shard `rank % ranks`.
     pub rank: u32,

@@ -1,4 +1,4 @@
-//! Reads live records in order, checks every byte once, and passes the bytes to a callback.
+//! Reads records one after the other, checks their checksums, and passes their tensors to a callback in parts.
 
 use std::collections::VecDeque;
 
@@ -33,11 +33,11 @@ enum Reading<'a> {
 }
 
 impl Store {
-    /// Passes every live record of `records` to `visit`: the values and the state of each chunk together, then the
+    /// Passes each of `records`, in this order, to `visit`: the values and the state of each chunk together, then the
     /// other state tensors part by part.
     ///
-    /// `visit` receives the record and its parts, and returns `false` to stop. `visit` must not keep the memory of the
-    /// parts, because later reads use this memory again.
+    /// Each call of `visit` receives a record and some of its parts, and returns `false` to stop. `visit` must not keep
+    /// the memory of the parts, because later reads use this memory again.
     ///
     /// # Errors
     /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record during the

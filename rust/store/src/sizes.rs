@@ -14,7 +14,7 @@ use crate::{
 /// The bytes that a store takes on storage and in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sizes {
-    /// Bytes on storage: the whole store, without a log.
+    /// Bytes on storage: the whole store, without a log and without second places for gradients.
     pub total_bytes: u64,
     /// The sum over all records of the bytes of one slot, for values and state.
     pub slot_bytes: u64,

@@ -1,6 +1,7 @@
 //! Stages snapshots: writes records from the RAM tier to storage, in their state before the step in progress.
 //!
-//! After the commit, the log no longer needs these records' gradients of earlier steps. Snapshots never change memory.
+//! After the commit, the log no longer needs these records' gradients of earlier steps. Writing a snapshot does not
+//! change the record in memory.
 
 use memascend_mem::Wait;
 

@@ -1,11 +1,11 @@
 //! Spills gradients to an area of the store outside the slots.
 //!
-//! [Note: Places of a spilled gradient] Each record has one place for a gradient, or two places after
-//! [`Store::keep_places`]. A spilled gradient belongs to no step and is forgotten when the store is closed, unless a
-//! commit names it as the record's deferred update ([`Store::append_spilled`]). A gradient that the newest commit names
-//! is not overwritten: the next gradient goes to the record's other place. Checksums of spilled gradients are in
-//! memory; a head also stores the checksums of the gradients that it names. A checksum is bound to the generation of
-//! the commit that may name the gradient.
+//! [Note: Places of a spilled gradient] Each record whose description has a spill dtype has one place for a gradient,
+//! or two places after [`Store::keep_places`]. A spilled gradient belongs to no step and is forgotten when the store is
+//! closed, unless a commit names it as the record's deferred update ([`Store::append_spilled`]). A gradient that the
+//! newest commit names is not overwritten: the next gradient goes to the record's other place. Checksums of spilled
+//! gradients are in memory; a head also stores the checksums of the gradients that it names. A checksum is bound to the
+//! generation of the commit that may name the gradient.
 
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
@@ -224,7 +224,7 @@ impl Store {
         Transfer::begun(self.volume.write(buffer, offset))
     }
 
-    /// Begins to read a chunk of the latest gradient that was spilled since the store was opened.
+    /// Begins to read a chunk of the latest complete gradient that was spilled since the store was opened.
     pub fn read_spill<B: Buffer>(&self, record: usize, chunk: u32, buffer: B) -> Result<SpillRead<'_, B>> {
         let from = self.spill.lock().rooms[record].at;
         self.read_place((record, from), chunk, buffer)

@@ -1,4 +1,5 @@
-//! Stages records: writes their extents to the slots that are not live, until a commit or a discard.
+//! Stages records: writes their new bytes to the slots that are not live. A commit makes these slots live, and a
+//! discard drops the new bytes.
 
 use memascend_mem::Wait;
 
@@ -13,14 +14,14 @@ impl Store {
     /// Begins to stage a record with its state after update number `step`. The caller must stage every extent of the
     /// record before a commit.
     ///
-    /// Waits until the devices are done with every read of the slot into which the record is staged.
+    /// Waits until no read of the slot to be written is open.
     pub fn begin(&self, record: usize, step: u64, wait: Wait<'_>) -> Result<()> {
         self.begin_as(record, Some(step), wait)
     }
 
     /// Begins to settle a record that is behind: before a commit, the caller must stage every extent of the record with
     /// the deferred update applied. Once all extents are written, readers see the settled slot, and a discard does not
-    /// drop this slot. Repeated calls before the commit change nothing. See [Note: Deferred updates] in
+    /// drop this slot. Does nothing if the settling has begun already. See [Note: Deferred updates] in
     /// `newest_state.rs`.
     ///
     /// Waits for reads of the slot, as [`Store::begin`] does.
@@ -48,7 +49,7 @@ impl Store {
         !index.log.appended.is_empty() || index.records.iter().any(is_of_step)
     }
 
-    /// True if an extent of a record is staged, or its write is in flight.
+    /// True if a record is being staged, and the write of this extent has begun.
     #[must_use]
     pub fn is_extent_staged(&self, record: usize, extent: u32) -> bool {
         let index = self.index.lock();
@@ -119,7 +120,7 @@ impl Store {
             let slot = slots.other_slot();
             if !slots.pending.is_staged() || slots.versions[slot] != version {
                 return Err(Error::Usage(format!(
-                    "the staging of {name:?} was not begun, or was discarded: begin it again"
+                    "the staging of {name:?} was not begun, or has ended: begin it again"
                 )));
             }
             if index.written.has(number) {
@@ -155,7 +156,8 @@ impl Store {
     }
 
     /// Returns a digest of the staged bytes and deferred updates of the records that [`Store::compare`] selected. Two
-    /// stores of the same records have equal digests if these bytes and updates are equal.
+    /// stores of the same records have equal digests if these bytes and updates are equal. The digest includes deferred
+    /// updates only while a commit is in progress.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let index = self.index.lock();
@@ -164,8 +166,8 @@ impl Store {
         staged.fold(index.log.digest, |sum: u64, slots| sum.wrapping_add(slots.digest))
     }
 
-    /// Returns a digest of the updates that a commit defers. The digest covers the rule and the number of each
-    /// deferred update. Returns 0 if [`Store::compare`] selected no records.
+    /// Returns a digest of the updates that a commit defers, for the records that [`Store::compare`] selected. The
+    /// digest covers the record, the rule and the number of each deferred update.
     pub(crate) fn digest_of_left(&self, index: &Index, head: &Head) -> u64 {
         let Some(compared) = self.compared.get() else { return 0 };
         let is_left = |logged: &&LoggedGradient| {
@@ -187,7 +189,8 @@ impl Store {
         if is_compared { checksum(&[0; 16], Subject::Extent, place, 0, bytes) } else { 0 }
     }
 
-    /// Waits for the writes in flight, then discards everything that is staged. Live slots stay unchanged.
+    /// Waits for the step's writes in flight. Then discards all staged slots, announced updates and appended gradients,
+    /// but keeps settled slots. Live slots stay unchanged.
     pub fn discard(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         index.writable()?;
@@ -195,8 +198,8 @@ impl Store {
         Ok(())
     }
 
-    /// Waits for the writes of one record that are in flight. Then discards the staged extents and the appended
-    /// gradient of this record.
+    /// Waits for the record's writes of extents in flight. Then discards the staged slot, the announced update and the
+    /// appended gradient of the record, but keeps a settled slot.
     pub fn discard_record(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let ended = |index: &Index| index.records[record].writing == 0;

@@ -13,11 +13,12 @@ pub struct StepWrite<'a, B: Buffer> {
     count: Count,
 }
 
-/// Notes in the index that a write of a record ended. The `bool` is true if the write succeeded.
+/// A function that notes in the index that a write of a record ended. The `bool` is true if the write succeeded.
 type Count = fn(&mut Index, usize, bool);
 
 impl Store {
-    /// Begins a write that the index already counts as in flight. `count` is called when the write ends.
+    /// Begins a write that the index already counts as in flight. If the volume rejects the write, calls `count` at
+    /// once. Otherwise the `StepWrite` calls `count` when its owner waits for it or drops it.
     pub(crate) fn write_of_step<B: Buffer>(
         &self,
         buffer: B,

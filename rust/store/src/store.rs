@@ -28,14 +28,16 @@ pub enum Durability {
     /// Every commit.
     #[default]
     Step,
-    /// Only the last commit before [`Store::close`]. A store that was not closed is rejected when it is opened.
+    /// Only the last commit before [`Store::close`]. If the process commits but ends without `close`, the next opening
+    /// rejects the store, unless the last commit was the store's first commit, or the commit that ended a replay of the
+    /// log.
     None,
 }
 
 /// The size in bytes of each of the two buffers through which the catalog is read and written.
 pub(crate) const CATALOG_CHUNK_BYTES: usize = 16 * PAGE_BYTES as usize;
 
-/// A function that settles the given records, all of which are behind, and then returns. See [Note: Deferred updates]
+/// A function that settles the given records, all of which are behind, before it returns. See [Note: Deferred updates]
 /// in `newest_state.rs`.
 pub type Settler = dyn Fn(&[usize]) -> Result<()> + Send + Sync;
 
@@ -83,7 +85,8 @@ pub(crate) fn names_bytes(description: &Description) -> u64 {
 pub struct RecordState {
     /// The number of the live slot: 0 or 1.
     pub slot: u8,
-    /// The version of the record that readers see. It is the generation of the commit that made this version.
+    /// The version of the record that readers see: the generation of the commit that made this version. For a settled
+    /// record, the generation of the next commit.
     pub version: u64,
     /// The record's count of updates.
     pub step: u64,
@@ -108,9 +111,9 @@ pub struct Info {
     pub hyperparameters: String,
     /// The sum over all records of the bytes of one slot, for values and state.
     pub slot_bytes: u64,
-    /// Bytes of the whole store on storage, without a log.
+    /// Bytes of the store on storage, without the second places of spilled gradients and without the log.
     pub total_bytes: u64,
-    /// Bytes of memory for the index, which grows with the state.
+    /// Bytes of memory for the index, the description and the checksums of spilled gradients. Grows with the state.
     pub index_bytes: u64,
     /// The part of `index_bytes` that the checksums of spilled gradients take.
     pub spill_index_bytes: u64,
@@ -184,8 +187,8 @@ impl Store {
         let index = self.index.lock();
         let slots = &index.records[record];
         let (version, step) = slots.newest();
-        // Until the log is replayed, the record's count of updates is the count in its last logged gradient. The count
-        // in its live slot is older.
+        // If logged gradients are not applied in the live slot or in memory yet, the count of updates is the count in
+        // the last of these gradients. The count in the slot is older.
         let ahead = index.log.live.ahead.get(&record).filter(|_| slots.applied.is_none());
         let step = ahead.map_or(step, |ahead| ahead.step);
         Ok(RecordState { slot: slots.live, version, step, staged: slots.pending.is_staged() })

@@ -1,4 +1,4 @@
-//! Verifies a store: reads and checks every live extent, and the log.
+//! Verifies a store: reads and checks every live extent, and the gradients of a log that is not replayed yet.
 
 use std::collections::VecDeque;
 
@@ -17,19 +17,20 @@ pub struct Verified {
 }
 
 impl Store {
-    /// Reads and checks every live extent, and every gradient of the log that is not applied in a live slot. `progress`
-    /// receives the bytes done and the total, and returns `false` to stop.
+    /// Reads and checks every live extent, and every gradient of [`Store::pending_replay`]. `progress` receives the
+    /// bytes done and the total, and returns `false` to stop.
     ///
     /// # Errors
-    /// Fails at the first extent or gradient that is damaged or cannot be read.
+    /// Fails at the first extent or gradient that is damaged or cannot be read, and with [`Error::Interrupted`] if
+    /// `progress` returns `false`.
     pub fn verify(&self, progress: &mut dyn FnMut(u64, u64) -> bool) -> Result<Verified> {
         let verified = self.verify_each(progress, &mut Err)?;
         self.pending_replay().iter().for_each(|replay| replay.note_checked());
         Ok(verified)
     }
 
-    /// Does what [`Store::verify`] does, but passes the error of each damaged or unreadable extent to `damaged`, which
-    /// returns `Ok` to continue.
+    /// Does what [`Store::verify`] does, but passes the error of each damaged or unreadable extent or chunk of a
+    /// gradient to `damaged`, which returns `Ok` to continue. Does not note that the gradients were checked.
     pub(crate) fn verify_each(
         &self,
         progress: &mut dyn FnMut(u64, u64) -> bool,
@@ -44,9 +45,9 @@ impl Store {
         Ok(Verified { extents: extents.extents + logged.extents, bytes: extents.bytes + logged.bytes })
     }
 
-    /// Reads and checks the gradients of [`Store::pending_replay`] and the slots to which these gradients are applied.
-    /// Does nothing if an earlier call of this function or of [`Store::verify`] has checked these gradients.
-    /// `keep_going` is called after each extent and returns `false` to stop.
+    /// Reads and checks the gradients of [`Store::pending_replay`] and the live slots of their records. Does nothing if
+    /// an earlier call of this function or of [`Store::verify`] has checked these gradients. `keep_going` is called
+    /// after each extent and each chunk of a gradient, and returns `false` to stop.
     ///
     /// A caller that replays the log must call this before it stages anything, because staging overwrites the previous
     /// commit. If the log is damaged, the previous commit is all that is left of the run.

@@ -1,5 +1,4 @@
-//! Stages whole records from tensors in memory, for a store's first write. Reads whole records into tensors in memory,
-//! for inspection.
+//! Stages whole records from tensors in memory, and reads whole records into tensors in memory.
 
 use std::ops::Range;
 
@@ -78,8 +77,8 @@ impl Store {
     pub(crate) fn runs(&self, record: usize, extent: &Extent) -> Vec<TensorRun> {
         let described = &self.description.records[record];
         let chunk_elements = self.description.chunk_elements as usize;
-        // Yields the numbers, counted from 1, of state tensors: if `chunked` is true, of those with a grain, otherwise
-        // of those without a grain.
+        // Yields the numbers, counted from 1, of the state tensors with a grain if `chunked` is true, and of the state
+        // tensors without a grain if it is false.
         let places = |chunked: bool| {
             let of = move |(_, tensor): &(usize, &crate::StateTensor)| (tensor.grain > 0) == chunked;
             (1..).zip(&described.state).filter(of).map(|(place, _)| place)

@@ -22,7 +22,7 @@ def _on_it():
 def simulated(_on_it, tmp_path):
     """Returns a function that calls "MODULE.FUNCTION" of `device.simulated` in a forked process.
 
-    The returned function returns the result of this call.
+    The returned function returns the result of this call, or the process's output if the call did not return.
     """
     loaded, environment = _on_it
 

@@ -83,7 +83,7 @@ def linear(**options):
 
 
 def offloaded(model, **options):
-    # Ignores warnings: those about the temporary store, and those about autocast over fp32 weights, do not matter here.
+    # Warnings about the temporary store and about autocast over fp32 weights do not matter here.
     warnings.simplefilter("ignore")
     return memascend.offload(model, made(model.parameters()), **options)
 
@@ -125,7 +125,7 @@ def refused_device():
 def dispatched(where):
     """Places a model with accelerate, as transformers does for `device_map=`, and trains it.
 
-    If offload() raises an error, returns the error.
+    If offload() raises an error, returns the error's class and message, and requires that no weight has moved.
     """
     from accelerate import dispatch_model, infer_auto_device_map
 
@@ -174,9 +174,9 @@ COUNT, STEPS = 4, 4
 
 
 def trainer(room):
-    """Trains with a Trainer.
+    """Trains with a Trainer. After the first step, limits the device memory.
 
-    The device memory is `room` times the memory that all micro-batches of a step need together.
+    The limit is `room` times the memory that a step by layer is predicted to need.
     """
     import transformers
 

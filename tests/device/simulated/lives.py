@@ -62,7 +62,7 @@ def fails(where, gradients="fused", delays=None, **options):
 
 
 def _memory_is_anothers(training):
-    """Reuses all released memory, waits for copies in flight, and checks that no copy wrote to the reused memory."""
+    """Reuses released memory, waits for copies in flight, and checks that no copy wrote to the reused memory."""
     gc.collect()
     training.optimizer._session.run.resources.activations._reap()
     check = training.check
@@ -141,7 +141,7 @@ def narrow(**options):
 def closed(slow="in", *, backward=False, dropped=False, **options):
     """Closes a run while copies are in flight, then frees the memory that the copies use.
 
-    If `dropped` is true, the model is dropped without a call of close().
+    If `dropped` is true, drops the model instead of calling close().
     """
     with contextlib.ExitStack() as stack:
         training = Training(stack, delays={slow: 3000}, **options)

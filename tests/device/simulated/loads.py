@@ -1,4 +1,4 @@
-"""Imports Triton and hashes Triton's files once, before programs are forked, because each program would need 0.5 s."""
+"""Imports Triton and hashes Triton's files before programs are forked, which saves 0.5 s in each program."""
 
 import triton.experimental.gluon  # noqa: F401
 from triton.runtime import cache

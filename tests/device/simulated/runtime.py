@@ -41,7 +41,7 @@ def _text(function):
 
 
 def counts():
-    """Returns how often each thread did each action, by (thread, action). Threads of Python have their Python name."""
+    """Returns the counts of actions and of copied bytes, by (thread, name). Python's threads have their Python name."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found = Counter()
     for line in _text(library.simulated_counts).splitlines():
@@ -52,7 +52,7 @@ def counts():
 
 
 def total(what):
-    """Returns how often all threads together did the action `what`."""
+    """Returns the sum of the count `what` over all threads."""
     return sum(number for (_, done), number in counts().items() if done == what)
 
 

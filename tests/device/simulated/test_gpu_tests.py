@@ -65,7 +65,7 @@ def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - the fixture
 
 
 # The simulated device computes nothing, so this start-up code accepts losses that are not finite. It also disables
-# cuDNN, and disables TRL, because TRL's loss takes the size of a tensor from values on the device.
+# cuDNN's attention kernels, and disables TRL, because TRL's loss takes the size of a tensor from values on the device.
 WITHOUT_THEM = """
 import math, sys, torch
 math.isfinite = lambda _: True

@@ -7,8 +7,8 @@ LONG = pytest.mark.slow
 pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# The cases that `make test` runs. `make test` also runs the cases of `SHORT_LATE`, which cover plain and recomputed
-# models.
+# The cases of `test_order` that `make test` runs. In `make test`, other tests of this file train plain, recomputed and
+# "aside" models.
 SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
@@ -48,7 +48,8 @@ def late(what, microseconds=SLOW_US, **options):
 SHORT_LATE = {"compute", "closed with gradients"}
 
 
-# In each case, only one wait in memascend/device keeps the reads correct. A mutant in tests/mutants removes this wait.
+# Each case fails if the library lacks a certain wait. device.toml and activations_waits.toml in tests/mutants/python
+# have a mutant without this wait.
 @pytest.mark.parametrize(
     ("life", "options"),
     [
@@ -200,7 +201,7 @@ def waits(counted):
 
 @pytest.mark.parametrize(("gradients", "options"), WAITS)
 def test_a_step_waits_once(simulated, gradients, options):
-    """A checkpointed model's forward and backward do not wait for the device; `step()` reads their results once."""
+    """A checkpointed model's forward and backward synchronise at most once together, and `step()` at most once."""
     passes, step = simulated("order.counted", gradients=gradients, kind="recomputed", **options)
     synchronised, events = waits(passes)
     assert synchronised <= 1, passes

@@ -23,7 +23,8 @@ def _round_like_a_gpu(monkeypatch):
     """Makes the interpreter convert dtypes as a GPU does: it rounds to nearest even, and keeps the denormals of bf16.
 
     Without this fixture, the interpreter truncates fp32 to bf16 and loses denormals. test_triton.py checks the
-    instruction that the compiler generates for a GPU.
+    instruction that the compiler generates for a GPU. Before triton 3.9, this fixture also replaces the interpreter's
+    fma.
     """
     inexact = interpreter.InterpreterBuilder.cast_impl
 

@@ -70,7 +70,7 @@ def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
 
 
 def tiles(dtype):
-    """Returns tensors by name. Within a tensor, the magnitudes differ from tile to tile."""
+    """Returns tensors by name. Within each tensor except "lowest", the magnitudes differ from tile to tile."""
     limits = torch.finfo(dtype)
     full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
     least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)
@@ -136,7 +136,7 @@ def test_a_result_that_overflows_its_dtype_is_found():
 # All bits of the magnitude `1 - 2.0**-24` are set, and are the highest bits of its grid (see squares_jit.py).
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
 def test_equal_magnitudes(magnitude):
-    """Here the integer sums of squares on a grid are as large as possible.
+    """All elements are equal, so the integer sums of squares on a grid are large.
 
     A float would lose the last bits of these sums.
     """

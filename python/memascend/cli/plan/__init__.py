@@ -174,7 +174,7 @@ def ask(options: argparse.Namespace) -> Question:
             "--activations is about checkpointed activations, but --keep-activations turns activation checkpointing "
             "off: leave one of the two options out"
         )
-    if options.fit and given.computes_on == "cpu":
+    if options.fit and options.device == "cpu":
         raise ConfigError("--fit finds the batches that fit a GPU: omit --device cpu, or omit --fit")
     if options.fit and gpu is None:
         raise ConfigError(

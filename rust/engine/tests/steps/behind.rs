@@ -1,5 +1,5 @@
-//! Tests records that are behind. A record is behind if a commit has deferred its update. Covers damage, full disks,
-//! rejected calls, errors, and fetches during commits.
+//! Tests records that are behind: a commit has deferred their last update, and no job has written this update yet.
+//! Covers damage, full disks, rejected calls, failing reads and writes, and fetches during commits.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Returns a run that has deferred all updates of its second step. Also returns the contents before the first step and
-/// after each step, and the record and the offset of each gradient that the last commit names.
+/// after each step, and the record and the offset of each chunk of the gradients that the last commit names.
 fn left_behind() -> (Life, Vec<Contents>, Vec<(usize, u64)>) {
     let plan = RunPlan::deferring(Durability::Step);
     let (life, eager) = (Life::new(&plan), Life::new(&RunPlan::streamed()));
@@ -56,7 +56,7 @@ fn said<T, E: std::fmt::Display>(result: Result<T, E>) -> String {
     result.map_or_else(|error| error.to_string(), |_| String::new())
 }
 
-/// Checks that an error names the record of the damaged gradient, and the gradient's offset `at`.
+/// Checks that an error names the record of the damaged gradient, and the offset `at` of the damaged chunk.
 fn names(error: &str, record: usize, at: u64) {
     let name = &kinds().records[record].name;
     assert!(error.contains(&format!("gradient of {name:?}")) && error.contains("damaged"), "{name} at {at}: {error}");
@@ -493,7 +493,8 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
     ok(unit(engine, 1, true));
     let settled: Vec<usize> = ALL.into_iter().filter(|&record| !store.is_behind(record)).collect();
     assert_eq!(settled, [0, 3, 4, 5]);
-    // Keeps a read of unit 1 open until both discards have returned. The updates of unit 1 are already written.
+    // Keeps a read of unit 1 open until both discards and `catch_up` have returned. The updates of unit 1 are already
+    // staged.
     let parts = ok(store.parts(1, 1 << 20));
     let before = engine.counters();
     ok(engine.discard_record(0, Wait::forever()));

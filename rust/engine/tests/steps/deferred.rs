@@ -47,8 +47,8 @@ struct Twins {
     plan: RunPlan,
     eager: Life,
     late: Life,
-    /// `wanted` is the contents of `eager` after the last commit. `behind` is the set of records whose updates this
-    /// commit deferred in `late`.
+    /// `wanted` is the contents of `eager` after the last commit. `behind` has the records whose updates this commit
+    /// deferred in `late`; `catch_up` empties it.
     wanted: Contents,
     behind: BTreeSet<usize>,
     /// How often each event of [`SEEN`] happened.
@@ -108,7 +108,7 @@ impl Twins {
         }
     }
 
-    /// Updates one record in a step. `rng` selects how.
+    /// Updates a record in a step, fills it, or does nothing. `rng` selects the action and the gradients.
     fn record(&mut self, record: usize, seed: u64, rng: &mut Rng) {
         let may_be_now = !self.behind.contains(&record);
         let when = if may_be_now && rng.below(3) == 0 { When::Now } else { When::Later };
@@ -141,7 +141,7 @@ impl Twins {
         }
         let lies_there = self.eager.engine.spilled(record, Wait::forever()).is_ok();
         if lies_there && rng.below(5) == 0 {
-            // Spills no new gradient. The update uses the gradient that an earlier step spilled.
+            // Spills no new gradient. The update uses the gradient that is already spilled.
             self.note("kept");
         } else {
             self.spill(record, seed, rng);
@@ -149,8 +149,8 @@ impl Twins {
         self.update(record, &factors, when);
     }
 
-    /// Reads some values of the last commit of `late`, and compares them with the values of `eager`. `rng` selects
-    /// which values and how.
+    /// Compares some values of the last commit of `late` with the values of `eager`, queues a job that settles a
+    /// record, or drops a fetch before it has ended. `rng` selects the action.
     fn look(&mut self, place: &str, rng: &mut Rng) {
         let (late, store) = (&self.late.engine, self.late.store());
         let before = late.counters().computed;
@@ -242,7 +242,8 @@ impl Twins {
         assert_eq!(self.late.spilled(), self.eager.spilled(), "{place}");
     }
 
-    /// Ends the run `late`, and opens its disk again with another plan. `rng` selects how the run ends.
+    /// Ends the run `late`, and opens its disk again with another plan. With `Durability::None`, closes the store.
+    /// Otherwise `rng` selects how the run ends.
     fn begin_anew(mut self, plan: RunPlan, seed: u64, rng: &mut Rng) -> Self {
         let by = if self.plan.durability == Durability::None { 0 } else { rng.below(4) };
         if by == 0 {
@@ -349,7 +350,7 @@ pub(crate) fn some_step(engine: &Engine, number: u64, at_once: bool) -> memascen
     engine.commit(Commit { step: number, ..Commit::default() }, Wait::forever()).map(drop)
 }
 
-/// Makes `steps` steps. Returns the contents before the first step and after each step.
+/// Makes `steps` steps without deferred updates. Returns the contents before the first step and after each step.
 pub(crate) fn steps(steps: u64) -> Vec<Contents> {
     let eager = Life::new(&RunPlan::streamed());
     let mut left = vec![eager.contents()];

@@ -55,8 +55,8 @@ fn number(rng: &mut Rng) -> f32 {
 fn begun(record: &Record, rng: &mut Rng) -> InMemory {
     let numel = size(record.elements());
     let master: Vec<f32> = (0..numel).map(|_| number(rng)).collect();
-    // Only a compact record needs its values here. The first update of any other record overwrites the values without
-    // reading them, so they start as 0.
+    // Only a compact record needs its 16-bit values here. The first update of another 16-bit record overwrites the
+    // values without reading them, so they start as 0. A float32 record does not use them.
     let half = master.iter().map(|&value| if record.is_compact() { Bf16::from_f32(value).0 } else { 0 }).collect();
     InMemory { master, exp_avg: vec![0.0; numel], exp_avg_sq: vec![0.0; numel], half }
 }
@@ -81,8 +81,8 @@ fn extent(store: &Store, record: usize, index: u32, held: &InMemory) -> Vec<u8> 
         };
         extent[..values.len()].copy_from_slice(&values);
     } else if description.records[record].is_compact() {
-        // `rest` has the lower halves of the master weights, and the values are the upper halves. If a value was
-        // rounded up, the sign of its second moment is negative.
+        // `rest` has the lower halves of the master weights, and the values are the upper halves, rounded. If a value
+        // was rounded up, the sign of its second moment is negative.
         let master = &held.master[here.clone()];
         let rest = master.iter().flat_map(|value| value.to_le_bytes()[..2].to_vec()).collect();
         let went_up = |value: f32| u32::from(Bf16::from_f32(value).0) != value.to_bits() >> 16;
@@ -304,7 +304,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
                 }
             }
         }
-        // Opens the store without faults. It must have exactly the committed steps.
+        // Opens the store without faults. It must have the committed steps, and may have the step whose commit failed.
         let Training { engine, held } = training;
         engine.close();
         drop(engine);

@@ -10,9 +10,9 @@ use memascend_store::{Durability, Store};
 
 use crate::setup::{ALL, Life, RunPlan, begun, contents, gradient, halving, many, ok, opened, random_step, rule, size};
 
-/// Makes updates without a commit, then ends the run and returns its disk. `by` selects the end: 0 closes the store, 1
-/// interrupts the writing of the RAM tier, 2 loses power, 3 kills the process. With `Durability::None`, the store is
-/// always closed.
+/// Makes updates without a commit, then ends the run and returns its disk. `by` selects the end: 0 writes the RAM tier
+/// and closes the store, 1 interrupts the writing of the RAM tier and closes the store, 2 loses power, 3 kills the
+/// process. With `Durability::None`, only closes the store.
 fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
     for record in 0..3 {
         // Makes an update that is never committed, so the next run must not see the update.
@@ -86,7 +86,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
                 ends[by] += 1;
                 let disk = ended(life, &now, by, seed << 8 | number);
                 now = plan();
-                // Opens the store only for reading, without a replay of the log.
+                // Reads the store before a replay: the store applies its log to the records that `contents` reads.
                 let looked = ok(opened(&disk, &Faults::default(), Durability::Step));
                 memascend_engine::apply_logs(&looked);
                 ok(looked.verify(&mut |_, _| true));
@@ -174,7 +174,7 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
         let refused = life.commit(1);
         assert!(refused.is_err_and(|error| error.to_string().contains("written to in place")), "{durability:?}");
         ok(life.engine.discard(Wait::forever()));
-        // No step has been committed yet, so storage still has the current values. The store reads these values from
+        // No update has been committed yet, so storage still has the current values. The store reads these values from
         // storage again.
         assert!(life.contents() == before);
         ok(life.update_all(1));

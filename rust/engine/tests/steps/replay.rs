@@ -49,15 +49,15 @@ pub(crate) fn resumed(existing: Existing, disk: &SimDisk) -> Result<Contents, St
     Ok(contents(engine.store()))
 }
 
-/// Returns true if the store also has the commit before the newest commit, and this older commit is undamaged.
+/// Returns true if the older of the store's two commits is undamaged.
 fn previous_is_whole(disk: &SimDisk) -> bool {
     let there = volume(std::slice::from_ref(disk), &Faults::default());
     let examined = ok(Store::examine_on(there, 8192, &Create::default(), &mut |_, _| true));
     examined.last().is_some_and(|older| older.damages.is_empty())
 }
 
-/// Returns the kind and the offset of each page or extent that a replay reads. The replay reads the slots from which it
-/// starts, and the gradients and heads of the log.
+/// Returns the kind and the offset of each extent of the slots from which a replay starts, and of each page of the log.
+/// The replay need not read every page of the log.
 fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
     let engine = ok(found(disk, &Faults::default()));
     let store = engine.store();
@@ -140,7 +140,7 @@ fn what_is_damaged_is_refused_before_anything_is_written() {
         let disk = SimDisk::of(whole.clone());
         disk.flip(size(offset), 1);
         let damaged = disk.bytes();
-        // Resumes twice, as a program does that is restarted after an error.
+        // Resumes twice, as a program that is restarted after an error does.
         let resumes = [resumed(Existing::Resume, &disk), resumed(Existing::Resume, &disk)];
         if let [Ok(found), _] = resumes {
             assert!(kind != "values" && kind != "state", "the replay starts from the damaged extent, so it must fail");

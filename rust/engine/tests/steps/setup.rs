@@ -59,7 +59,7 @@ pub(crate) fn parameter(name: &str, dtype: Dtype, numel: u64, format: Format, st
     }
 }
 
-/// Describes a store with these records. Each unit of the store has `each` records.
+/// Describes a store with these records. Each unit of the store has `each` records; the last unit may have fewer.
 pub(crate) fn description(records: Vec<Record>, each: usize) -> Description {
     let units = (0..records.len().div_ceil(each)).map(|number| format!("unit {number}"));
     let placed = records.into_iter().enumerate();
@@ -145,8 +145,8 @@ const NESTEROV: usize = 10;
 /// The records whose tensors are all float32.
 const FLOATS: [usize; 3] = [0, 7, 8];
 
-/// Describes one record for each kind of optimizer state that the kernels support. Records have several chunks, one
-/// chunk or no chunk. The spilled gradients of the last record have another dtype than the values of this record.
+/// Describes records with different dtypes, formats and optimizers. Records have several chunks, one chunk or no chunk.
+/// The spilled gradients of the last record have another dtype than the values of this record.
 pub(crate) fn kinds() -> Description {
     let momentum = [("momentum_buffer", Dtype::F32)];
     let in_format = |name, numel, format, momentum| {
@@ -203,8 +203,8 @@ pub(crate) fn rule(record: usize, step: u64) -> Rule {
     if !SGD.contains(&record) {
         return adam(lr, step).into();
     }
-    // In step 4, some records that have a momentum in their state are updated without momentum. The stored momentum
-    // must then stay unchanged.
+    // Update 4 of records 7 and 10 uses no momentum, although their state has one. The stored momentum must then stay
+    // unchanged.
     let has_momentum = MOMENTUM.contains(&record) && (record == 4 || step != 4);
     Momentum {
         lr,
@@ -231,7 +231,7 @@ pub(crate) struct RunPlan {
 }
 
 impl RunPlan {
-    /// A plan in which every step is durable, and no record is kept in RAM.
+    /// A plan in which every step is durable, no record is kept in RAM, and no update is deferred.
     pub(crate) fn streamed() -> Self {
         Self { durability: Durability::Step, held: vec![], log_steps: 0, deferred: vec![] }
     }
@@ -263,7 +263,8 @@ pub(crate) fn opened(disk: &SimDisk, faults: &Faults, durability: Durability) ->
     Store::open_on(volume(slice::from_ref(disk), faults), 8192, &how(durability))
 }
 
-/// Starts an engine on `store`. Replays the log, and reads the records that the run keeps in RAM.
+/// Starts an engine on `store`. Replays the log, reads the records that the run keeps in RAM, and reserves room for
+/// deferred updates and for a new log, as `plan` says.
 pub(crate) fn begun(store: Store, plan: &RunPlan) -> memascend_engine::Result<Engine> {
     let mut options = Options::default();
     options.threads = NonZeroUsize::new(3).unwrap_or(NonZeroUsize::MIN);

@@ -142,8 +142,8 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
     assert!(failures > seeds / 3, "{failures}");
 }
 
-/// The first call after a device error must return this error, and not "no gradient", although the gradient is lost.
-/// Only later calls may say that the step has failed.
+/// The first call after a device error, or the `finish` after this call, must return this error, and not "no gradient",
+/// although the gradient is lost. Only later calls may say that the step has failed.
 #[test]
 fn the_first_to_ask_after_an_error_hears_of_it() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;

@@ -21,7 +21,8 @@ use memascend_store::{Commit, Create, Description, Dtype, Format, Store};
 
 use crate::setup::{self, Contents, MOMENTS, changing, contents, first, ok, parameter, volume};
 
-/// The number of elements of each record. The last record needs twice the memory of any other record.
+/// The number of elements of each record. Each record but the last fits into `EACH` bytes. The last record fits into
+/// `2 * EACH` bytes.
 const NUMELS: [u64; 6] = [5000, 5000, 4097, 5000, 5000, 10_000];
 /// The record whose function blocks the pipeline until all jobs are queued.
 const GATE: usize = 0;
@@ -163,7 +164,7 @@ fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
 }
 
 /// Returns the contents of the store after three steps. The engine has two slots of memory for whole records, with the
-/// sizes `slots`.
+/// sizes `slots`. The functions sleep for 0, 1 or 2 times `patience` milliseconds.
 fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {
@@ -191,8 +192,8 @@ fn what_is_stored_depends_on_no_slots() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
-    // `next` is the size of the second slot. With 0 there is no second slot. With `EACH`, every record
-    // except the last record fits into the slot. With `2 * EACH`, every record fits into the slot.
+    // `next` is the size of the second slot. With 0 there is no second slot. With `EACH`, every record except the last
+    // record fits into the slot. With `2 * EACH`, every record fits into the slot.
     for chunks in [2, 4, 12] {
         for next in [0, EACH, 2 * EACH] {
             for patience in [0, 7] {
@@ -202,7 +203,8 @@ fn what_is_stored_depends_on_no_slots() {
     }
 }
 
-/// Returns the operations of a step in the order in which they began.
+/// Returns the operations of a step in the order in which they began, without those that began before all jobs were
+/// queued.
 fn operations(slots: (usize, usize), patience: u64) -> Vec<(Action, u64)> {
     let disk = SimDisk::new(2 << 20);
     let engine = engine_on(&disk, 4, slots);
@@ -248,7 +250,7 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
             }
         });
         let failed = engine.finish(Wait::at_most(PATIENCE));
-        let wanted = format!("the function applied to \"{fails_at}\" failed: told to");
+        let wanted = format!("a function that the engine called for \"{fails_at}\" failed: told to");
         assert!(failed.as_ref().is_err_and(|error| error.to_string() == wanted), "{failed:?}");
         assert_eq!(calls.load(Relaxed), fails_at, "no function is called after a function that failed");
         ok(engine.discard(Wait::at_most(PATIENCE)));

@@ -19,8 +19,8 @@ const ROUNDS: usize = 9;
 /// The number of elements in a chunk. The cases of the last group call a kernel once per chunk, as the engine does.
 const CHUNK: usize = 65_536;
 
-/// Cases that move about the same number of bytes per element. The benchmark prints the speed of each case relative to
-/// the first case of its group.
+/// Cases that the benchmark compares: it prints the speed of each case relative to the first case of the group. The
+/// column GB/s counts `bytes_per_element` for every case.
 struct Group {
     bytes_per_element: usize,
     cases: &'static [(&'static str, Case)],
@@ -45,7 +45,8 @@ const GROUPS: &[Group] = &[
             // The values of `d.wide` have exponents that are too far apart for one exact float64 sum per lane. Real
             // gradients often need more than one sum, too.
             ("check bf16, wide range", |d, exec, _| _ = black_box(check(Floats::Bf16(&d.wide), exec))),
-            // This case is slow on processors that compute slowly with fp32 denormals. Intel's processors do.
+            // Shows whether the kernel converts fp16 denormals as fast as other numbers. Arithmetic on fp32 denormals
+            // would make the conversion slow on Intel's processors.
             ("check f16, denormals", |d, exec, _| _ = black_box(check(Floats::F16(&d.tiny), exec))),
         ],
     },

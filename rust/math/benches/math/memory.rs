@@ -10,8 +10,9 @@ use std::{
 
 const HUGE: usize = 2 << 20;
 
-/// An array on huge pages. Each array starts at a different offset from a multiple of 2 MiB. If the addresses of arrays
-/// differ by a power of two, the arrays share cache sets, and the loops run several times slower.
+/// An array, on huge pages if the system provides them. Each array starts at a different offset from a multiple of
+/// 2 MiB. If the addresses of arrays differ by a multiple of 2 MiB, the arrays share cache sets, and the loops run
+/// several times slower.
 pub(super) struct Buffer<T> {
     mapping: *mut u8,
     mapped_bytes: usize,
@@ -26,10 +27,7 @@ impl<T: Copy> Buffer<T> {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: a new private mapping does not affect existing memory.
         let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, protection, flags, -1, 0) };
-        assert!(
-            mapping != libc::MAP_FAILED,
-            "the system has too little memory for the benchmark: pass a smaller MILLIONS"
-        );
+        assert!(mapping != libc::MAP_FAILED, "mmap gave the benchmark no memory for a buffer: pass a smaller MILLIONS");
         // SAFETY: the range is the new mapping. If the advice fails, the benchmark is slower and still correct.
         unsafe { libc::madvise(mapping, mapped_bytes, libc::MADV_HUGEPAGE) };
         let mapping = mapping.cast::<u8>();
@@ -113,7 +111,7 @@ pub(super) fn rewrite<T: Send>(data: &mut [T], threads: usize) {
 }
 
 /// Causes the memory traffic of an optimizer step. Reads and rewrites the three arrays of `state`, reads `grad`, and
-/// writes `out` with stores that bypass the caches.
+/// writes `out`; on x86-64, these writes bypass the caches.
 pub(super) fn streams(state: [&mut [f32]; 3], grad: &[impl Sync], out: &mut [impl Send], threads: usize) {
     let nothing = black_box(0);
     let [p, m, v] = state.map(lines_mut);
@@ -158,7 +156,7 @@ fn past_caches(out: &mut Line, line: Line) {
     *out = line;
 }
 
-/// Runs `work`, which the compiler inlines here and compiles for the widest vector registers of the processor.
+/// Runs the copy of `work` that is compiled for the widest vector registers of this processor. `work` must be inlined.
 fn wide<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
@@ -171,7 +169,7 @@ fn wide<R>(work: impl FnOnce() -> R) -> R {
             work()
         }
         if is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vl") {
-            // SAFETY: the processor has AVX-512 with these features, as detected above.
+            // SAFETY: the processor has avx512bw and avx512vl, as detected above, and both include avx512f.
             return unsafe { avx512(work) };
         }
         if is_x86_feature_detected!("avx2") {

@@ -1,4 +1,4 @@
-//! Maps memory between inaccessible pages. An access before or after the memory crashes the test.
+//! Maps memory between two inaccessible pages. An access to these pages crashes the test.
 
 /// Memory between two inaccessible pages.
 pub(crate) struct Guarded {
@@ -26,14 +26,14 @@ impl Guarded {
 
     /// Returns `len` elements that begin right after the first inaccessible page. With `at_end`, returns elements that
     /// end right before the last inaccessible page.
-    #[expect(clippy::mut_from_ref, reason = "each test takes one slice of a mapping")]
+    #[expect(clippy::mut_from_ref, reason = "each test uses one slice of a mapping at a time")]
     pub(crate) fn slice<T: Copy>(&self, len: usize, at_end: bool) -> &mut [T] {
         let bytes = len * size_of::<T>();
         let offset = if at_end { (self.pages - 1) * PAGE - bytes } else { PAGE };
-        // SAFETY: `offset` is inside the mapping.
+        // SAFETY: `offset` is inside the mapping, because callers take at most the bytes that `new` got.
         let start = unsafe { self.mapping.add(offset) }.cast::<T>();
-        // SAFETY: the range is inside the accessible pages. It is aligned, because a page holds a whole number of
-        // elements.
+        // SAFETY: the range is inside the accessible pages, for the same reason. The kernel has filled these pages with
+        // zeros, which are valid numbers. The range is aligned, because a page holds a whole number of elements.
         unsafe { std::slice::from_raw_parts_mut(start, len) }
     }
 }

@@ -14,9 +14,9 @@ pub(crate) struct Fio {
 
 impl Fio {
     /// Reserves huge pages for buffers of `nbytes` in total. If this fails, fio uses pages of 4 KiB, and `name` says
-    /// so.
+    /// so. Returns an error if fio cannot be run.
     pub(crate) fn new(nbytes: usize) -> Result<Self, Box<dyn Error>> {
-        Command::new("fio").arg("--version").output().map_err(|_| "fio is not installed: apt-get install fio")?;
+        Command::new("fio").arg("--version").output().map_err(|_| "cannot run fio: apt-get install fio")?;
         let count = || fs::read_to_string(HUGE_PAGES).ok()?.trim().parse::<usize>().ok();
         // fio rounds its buffers up, so it needs a few more pages.
         let wanted = nbytes.div_ceil(HUGE_PAGE_BYTES) + 4;

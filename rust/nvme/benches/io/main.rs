@@ -25,7 +25,7 @@ use crate::{
     wishes::{HELP, Pattern, Wishes},
 };
 
-/// The distance in bytes between the start of a chunk and unaligned memory in this chunk.
+/// For unaligned memory, a block begins this many bytes after the start of its chunk.
 const SHIFT: usize = 64;
 
 /// A configuration to measure: target, backend and memory alignment.
@@ -50,7 +50,7 @@ struct Sample {
 }
 
 fn main() -> ExitCode {
-    // `cargo test` also runs this benchmark, with `--test`. A benchmark has nothing to test, so it ends at once.
+    // `--test` asks a benchmark to test itself. This benchmark has no tests, so it ends at once.
     if std::env::args().any(|argument| argument == "--test") {
         return ExitCode::SUCCESS;
     }
@@ -104,7 +104,7 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
             let nbytes = ((block + 4096) * depth).next_multiple_of(whole);
             let region = Region::new(nbytes, Pin::Off, OnFork::Wipe, "bench")?;
             let chunks = ChunkRing::new(&region, block + 4096, depth)?;
-            // Runs one write pass without a measurement, because the first write to reserved space is slower.
+            // Run one write pass for each way and drop its sample: the first write to reserved space is slower.
             for way in ways {
                 run(way, &chunks, Pattern::Write, (block, depth), wishes.nbytes)?;
             }
@@ -119,8 +119,8 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
                         samples[ways.len()].push(fio.run(paths, pattern, (block, depth), wishes.nbytes)?);
                     }
                 }
-                // Each ratio compares two passes of the same round, because a disturbance slows all passes of a round
-                // equally.
+                // Each ratio compares two passes of the same round, because a disturbance is likely to slow all passes
+                // of a round.
                 let peers: &[Sample] = if fio.is_some() { &samples[ways.len()] } else { &samples[0] };
                 let names = ways.iter().map(|way| way.name).chain(fio.as_ref().map(Fio::name));
                 for (name, own) in names.zip(&samples) {
@@ -143,7 +143,8 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Moves `nbytes` once, in blocks of `block` bytes and with `depth` requests in flight. Returns the measurements.
+/// Opens the volume of `way` and moves `nbytes` once, in blocks of `block` bytes, with up to `depth` blocks in flight.
+/// Moves only whole blocks. Returns the measurements.
 fn run(
     way: &Way<'_>,
     chunks: &ChunkRing,
@@ -158,9 +159,11 @@ fn run(
     let volume = Volume::open(&way.target.paths, &options)?;
     let blocks = nbytes / block as u64;
     if volume.size_bytes() < blocks * block as u64 {
-        return Err(
-            format!("the devices have {} bytes: pass a smaller --bytes than {nbytes}", volume.size_bytes()).into()
-        );
+        return Err(format!(
+            "the volume has {} bytes, fewer than --bytes {nbytes}: pass a smaller --bytes",
+            volume.size_bytes()
+        )
+        .into());
     }
     let owner = chunks.owner("bench")?;
     let mut idle = Vec::new();

@@ -1,4 +1,4 @@
-//! Chooses the files and devices to measure. Rejects files and devices that contain data.
+//! Chooses the files and devices to measure. Rejects files and devices that may contain data of other programs.
 
 use std::{
     error::Error,
@@ -11,8 +11,8 @@ use std::{
 
 use memascend_nvme::{Claim, Missing};
 
-/// The first bytes of every block that the benchmark writes. By these bytes, a later run recognises the files and
-/// devices of a killed run.
+/// The benchmark fills every block with copies of these bytes. A later run recognises the files and devices of a killed
+/// run by them.
 pub(crate) const MARK: &[u8; 16] = b"memascend bench\n";
 /// The number of bytes at the start of a device that `require_free` reads, and that `Drop` overwrites with zeros.
 const EDGE_BYTES: usize = 1 << 20;
@@ -20,16 +20,16 @@ const EDGE_BYTES: usize = 1 << 20;
 /// The number of files that this process has named. The number in a file's name makes the name unique.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// Files that the measurement creates, or empty devices. Dropping this value removes the files, and overwrites the
-/// devices' first bytes with zeros.
+/// The files or raw devices to measure; they hold no data of other programs. Dropping this value removes the files, or
+/// overwrites the first [`EDGE_BYTES`] of each device with zeros.
 pub(crate) struct Target {
     pub(crate) paths: Vec<PathBuf>,
     devices: bool,
 }
 
 impl Target {
-    /// Accepts folders, paths of files that do not exist yet, files and devices of an earlier run, and empty raw
-    /// devices.
+    /// Accepts folders (in which it names a new file), paths that do not exist, files and devices that an earlier run
+    /// wrote, and raw devices that begin with [`EDGE_BYTES`] zeros. Fails if `paths` mixes files and devices.
     pub(crate) fn new(paths: &[PathBuf]) -> Result<Self, Box<dyn Error>> {
         let mut devices = 0;
         let mut chosen = Vec::new();
@@ -58,7 +58,8 @@ impl Target {
         Ok(Self { paths: chosen, devices: devices != 0 })
     }
 
-    /// Returns the size with which the files are opened. Returns `None` for devices, because a device has a fixed size.
+    /// Returns the size for `Options::size_bytes`: `nbytes` for files; `None` for devices, because a device has a fixed
+    /// size.
     pub(crate) fn size_bytes(&self, nbytes: u64) -> Option<u64> {
         (!self.devices).then_some(nbytes)
     }
@@ -75,7 +76,8 @@ impl Drop for Target {
     }
 }
 
-/// Fails if the file or device contains data that the benchmark did not write, or if another process has it open.
+/// Fails unless the file or device begins with [`MARK`], or is a device that begins with [`EDGE_BYTES`] zeros. Also
+/// fails if `Claim` rejects it, for example because another process uses it.
 fn require_free(path: &Path) -> Result<(), Box<dyn Error>> {
     let _alone = Claim::new(&[path], Missing::Refuse)?;
     let mut edge = Vec::new();
@@ -85,7 +87,7 @@ fn require_free(path: &Path) -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     Err(format!(
-        "{}: contains data that a measurement would overwrite; pass a folder, a new file, or a device that begins \
+        "{}: may contain data that a measurement would overwrite; pass a folder, a new file, or a device that begins \
          with zeros (run blkdiscard, or dd if=/dev/zero of={} bs=1M count=1)",
         path.display(),
         path.display()

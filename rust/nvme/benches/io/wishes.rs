@@ -65,7 +65,7 @@ impl Wishes {
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or_else(|| format!("{word} needs a value"));
             match word.as_str() {
-                // cargo passes `--bench` to every benchmark.
+                // `cargo bench` passes `--bench` to every benchmark.
                 "--bench" => {}
                 "--help" | "-h" => return Ok(None),
                 "--fio" => wishes.fio = true,

@@ -1,7 +1,7 @@
 //! Tests the second copies of the labels and of the description.
 //!
-//! If the first copy is damaged, an opening must use the second copy, report the damage and repair the first copy. An
-//! opening must never use the second copies of a former store.
+//! If the first copy is damaged, an opening must use the second copy and report the damage, and the next commit must
+//! repair the first copy. An opening must never use the second copies of a former store.
 
 use std::{
     fs::{self, OpenOptions},
@@ -115,7 +115,7 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
 
 #[test]
 fn a_store_that_was_replaced_never_comes_back() {
-    // If the new store has another stripe size than the former store, the former store's second labels stay in the
+    // If the new store has another stripe size than the former store, the former store's second labels can stay in the
     // files. With the same stripe size, the new store overwrites these labels.
     for (before, after) in [(4096, 64 << 10), (64 << 10, 4096), (8192, 8192)] {
         let folder = Folder::new("replaced");
@@ -153,7 +153,8 @@ fn what_was_put_over_a_store_is_not_replaced() {
     let folder = Folder::new("put-over");
     let paths = folder.paths(1);
     made(&paths, &how(Existing::Refuse, 8192), 1);
-    // Overwrites the first label and the roots with other data. The second label stays whole.
+    // Overwrites the first 64 KiB, which have the first label and the roots, with other data. The second label stays
+    // whole.
     put(&paths[0], 0, &[b"somebody's file ".repeat(16 * 256)].concat());
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
         let refused = Store::create(&paths, model::description(), &how(existing, 8192)).map(drop);

@@ -1,7 +1,8 @@
-//! Tests kills and losses of power, at every point of short runs and at random points of long runs.
+//! Tests kills and losses of power, at regular points of short runs and at random points of long runs.
 //!
-//! The next opening must find the last committed step, or the step whose commit was in flight, and never a mixture of
-//! two steps. If the run did not promise durability, the opening may also fail with an error that names the reason.
+//! The next opening must find the last durable commit or a later commit, and never a mixture of two commits. If no
+//! commit is durable, or a run with durability "none" was not closed, the opening may also fail with an error that
+//! names the reason.
 
 use crate::model::{self, COMMITS, EIO, LOGGED, STRIPE, check, commit, copies, many, ok, side_by_side};
 use memascend_mem::Wait;
@@ -52,7 +53,7 @@ struct Known {
     committed: Option<u64>,
     /// The last commit that was begun.
     tried: Option<u64>,
-    /// True once a run with durability "none" has begun to commit.
+    /// True if a run with durability "none" has begun a commit other than the store's first, and was not closed.
     unclosed: bool,
 }
 
@@ -63,7 +64,7 @@ impl Known {
 
     /// Carries out one run: opens or creates the store, and makes the commits. Before some commits, it makes and
     /// discards another step. Closes the store if `run.end` says so. Returns the number of requests that the devices
-    /// got.
+    /// got, or 0 if the store could not be opened or created.
     fn live(&mut self, disks: &[SimDisk], faults: &Faults, run: &Run) -> u64 {
         let mut how = model::how();
         how.durability = run.durability;
@@ -86,8 +87,8 @@ impl Known {
         if from > 0 && run.log > 0 {
             store.keep_log(&LOGGED, run.log)?;
         }
-        // Discards a step that failed before its commit, and makes the step again. After a failed commit, the store
-        // must be opened again.
+        // After `Error::Broken`, the store must be opened again. After any other error, discards the step and makes it
+        // again.
         for _ in 0..3 {
             match self.steps(store, run, from + run.commits) {
                 Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
@@ -242,8 +243,8 @@ fn the_commit_before_is_whole_until_the_next_one_begins() {
     }
 }
 
-/// Carries out several runs on the same devices. The devices have errors, retries, short transfers, reordering, kills
-/// and losses of power.
+/// Carries out several runs on the same devices, with errors, retries, short transfers, reordering, kills and losses of
+/// power.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);
     let count = 1 + rng.below(2);

@@ -1,5 +1,7 @@
-//! Tests processes that are killed while they create a store. They must leave the former store, nothing, or an
-//! unfinished store that a later call recognizes.
+//! Tests the creation of stores: killed processes, empty files, missing devices and names of files.
+//!
+//! A process that is killed while it creates a store must leave the former store, nothing, or an unfinished store that
+//! a later call recognizes.
 
 use std::{
     fs,
@@ -29,8 +31,8 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
-    // The first eight operations overwrite the roots of the former store one by one. So the test simulates more losses
-    // of power after each of these operations than after a later operation.
+    // Among the first eight operations are the writes that overwrite the roots of the former store one by one. So the
+    // test simulates more losses of power after each of these operations than after a later operation.
     let few = if point < 8 { 4 } else { 1 };
     let lost =
         (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
@@ -54,7 +56,8 @@ fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool
 #[test]
 fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
     let folder = Folder::new("creation");
-    // Each case has the number of devices, the stripe of the former store, and the stripe of the new store.
+    // Each case has the number of devices, the stripe size of the former store (`None` if there is no former store),
+    // and the stripe size of the new store.
     for (count, old, new) in
         [(1, None, 8192), (2, None, 4096), (1, Some(8192), 8192), (2, Some(8192), 4096), (3, Some(4096), 4096)]
     {
@@ -167,7 +170,7 @@ fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_b
                 left[lost].fill(0);
                 for existing in [Existing::Refuse, Existing::Resume, Existing::Replace, Existing::Previous] {
                     let refused = met(&paths, &left, &how(existing, stripe_bytes)).map(drop);
-                    let named = |why: &Error| why.to_string().contains("this one is blank");
+                    let named = |why: &Error| why.to_string().contains("it is missing or blank");
                     assert!(refused.as_ref().is_err_and(named), "device {lost}, step {step}: {refused:?}");
                 }
             }
@@ -197,7 +200,7 @@ fn a_store_takes_its_name_with_its_first_root() {
         assert!(is_new && store.volume().lost().is_none());
         assert_eq!(names(path), (false, true, 1));
         assert!(ok(Store::commits(&[path], &Create::default())).is_none(), "there is no store yet");
-        // Another opening must fail with an error that names the path `path`, not the pending name.
+        // Another call of `Store::create` must fail with an error that names `path`, not the pending name.
         for others in [Existing::Refuse, Existing::Resume, Existing::Replace] {
             let refused = Store::create(&[path], model::description(), &how(others, 8192)).map(drop);
             let said = refused.err().map(|why| why.to_string()).unwrap_or_default();

@@ -159,8 +159,8 @@ fn a_lost_table_page_is_found() {
         images.push(disks[0].bytes());
     }
     let end = images[0].len();
-    // Steps 3 and 1 use the same slot of the table. Replaces each page of step 3 by the page of step 1, as a lost write
-    // does.
+    // Steps 3 and 1 use the same slot of the table. Replaces one page of step 3 at a time by the page of step 1, as if
+    // the write of this page had been lost.
     let mut found = 0;
     for at in (0..end).step_by(4096) {
         if images[3][at..at + 4096] != images[1][at..at + 4096] {
@@ -168,7 +168,7 @@ fn a_lost_table_page_is_found() {
             lost[at..at + 4096].copy_from_slice(&images[1][at..at + 4096]);
             match outcome(lost) {
                 // If the page of the newest root was lost, the store opens at the step before. A lost page of the other
-                // root has no effect.
+                // root, or of data that the newest root does not name, has no effect.
                 Ok(step) => assert_eq!(step, if at == 4096 { 2 } else { 3 }, "page at {at}"),
                 Err(_) => found += 1,
             }

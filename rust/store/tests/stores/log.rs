@@ -116,7 +116,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
     assert!(refused(other).contains("by rule 1 of 1"));
     let long = LoggedRule { numbers: vec![("x".repeat(60), 0); 10], ..rule };
     assert!(refused(StepHead { rules: vec![long], ..head }).contains("at most 512"));
-    // The record's last gradient is only in the log, so a read of the record's slot must fail.
+    // The record's last gradient is only in the log, so `Store::read` must fail.
     let read = store.read(record, 0, vec![0; 4096]).map(drop);
     assert!(read.is_err_and(|error| error.to_string().contains("replay the log first")));
     ok(store.discard(Wait::forever()));

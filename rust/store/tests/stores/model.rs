@@ -107,7 +107,7 @@ pub(crate) type State = BTreeMap<usize, Contents>;
 enum Act {
     /// A step in which most records have a gradient.
     Step,
-    /// A commit that gives new values to some records, without an update.
+    /// A commit that gives new contents to some records, without an update.
     Written,
     /// A step in which no record of `LOGGED` has a gradient.
     Idle,
@@ -220,7 +220,8 @@ pub(crate) fn stage(store: &Store, record: usize, contents: &Contents) -> Result
     writes.into_iter().try_for_each(|write| write.wait().map(drop))
 }
 
-/// Appends a gradient to the log. Returns the writes, or `None` if the log has no space for the gradient.
+/// Appends a gradient to the log. Returns the writes, or `None` if the log does not accept the gradient: the log has no
+/// space, or `Store::keep_log` has not admitted the record.
 pub(crate) fn append<'a>(
     store: &'a Store,
     record: usize,
@@ -233,15 +234,15 @@ pub(crate) fn append<'a>(
     let chunk_bytes = store.description().chunk_elements as usize * size(dtype.bytes());
     let write = |(chunk, part): (u32, &[u8])| {
         let mut part = part.to_vec();
-        // Pads the last page with arbitrary bytes, because no code reads the padding.
+        // Pads the chunk to whole pages with bytes that are not 0: no code may use the padding.
         part.resize(part.len().next_multiple_of(4096), 0xaa);
         store.append(record, chunk, part)
     };
     (0..).zip(bytes.chunks(chunk_bytes)).map(write).collect::<Result<_, _>>().map(Some)
 }
 
-/// Makes commit number `commit` of the model. The store must be at the previous commit. If the log has no space for
-/// a record's gradient, the commit stages the whole record.
+/// Makes commit number `commit` of the model. The store must be at the previous commit. If the log does not accept a
+/// record's gradient, the commit stages the whole record.
 pub(crate) fn commit(store: &Store, commit: u64) -> Result<(), Error> {
     let (before, after) = (after(commit.saturating_sub(1)), after(commit));
     let hyperparameters = Some("x".repeat(size(commit * 700 % 5000)));
@@ -524,8 +525,8 @@ pub(crate) fn side_by_side(range: Range<u64>, work: impl Fn(u64) + Sync) {
     });
 }
 
-/// Calls `life` with each seed from 0 to `seeds`. The variable `MEMASCEND_SEEDS` sets another number of seeds. With
-/// `MEMASCEND_SEED`, only this seed runs.
+/// Calls `life` with each seed below `seeds`. The variable `MEMASCEND_SEEDS` replaces `seeds`. With `MEMASCEND_SEED`,
+/// only this seed runs.
 pub(crate) fn lives(seeds: u64, life: impl Fn(u64) + Sync + std::panic::RefUnwindSafe) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     if let Some(seed) = number("MEMASCEND_SEED") {

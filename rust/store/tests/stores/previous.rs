@@ -24,8 +24,8 @@ fn previous() -> Create {
     model::existing(Existing::Previous)
 }
 
-/// Returns a device with a store at step `last`. This step is generation `last + 1`. With `staged`, some records of the
-/// next step are staged.
+/// Returns a device with a store at step `last`. This step is generation `last + 1`. With `staged`, record 0 of the
+/// next step is staged.
 fn trained(last: u64, staged: bool) -> SimDisk {
     let disks = model::disks(1);
     let store = model::trained(&disks, last);
@@ -244,7 +244,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
         let points = ok(run(&SimDisk::of(image.bytes()), &Faults::default()));
         assert!(points > 20, "{points}");
         let (mut untouched, mut gone_back) = (0, 0);
-        // `points` may be too small by a few requests, because the store counts a request only after its answer.
+        // `points` may be too small by a few requests, because the volume counts a request only after its answer.
         for point in (0..=points + 2).step_by(model::many(1, 2)) {
             let disk = SimDisk::of(image.bytes());
             let done = run(&disk, &Faults { dies_after: Some(point), ..Faults::default() });

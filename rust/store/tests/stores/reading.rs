@@ -350,8 +350,7 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
     ok(commit(&store, 2));
-    // Stages step 3 twice with different bytes and discards it each time. Afterwards, RAM must not have the discarded
-    // bytes.
+    // Stages wrong bytes for step 3 and discards them, twice. Afterwards, RAM must not have the discarded bytes.
     ok(model::abandon(&store, 3));
     assert_eq!(check(&store, "discarded"), 2);
     ok(model::abandon(&store, 3));

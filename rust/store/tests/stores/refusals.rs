@@ -1,4 +1,5 @@
-//! Tests that a failed opening leaves the file unchanged: its bytes, its length and its mode.
+//! Tests that a failed opening or replay leaves the file unchanged, its bytes, its length and its mode, and closes its
+//! descriptors.
 
 use std::{
     fs,
@@ -128,7 +129,8 @@ fn whatever_opens_a_file_lets_go_of_it() {
         drop(Store::commits(&paths, &how));
         drop(Store::examine(&paths, &how, &mut |_, _| true));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}");
-        // Cuts the file in half, so that the opening fails. A failed opening must also close its descriptors.
+        // Cuts the file in half, so that the call fails, except with `Existing::Replace`. A failed call must also close
+        // its descriptors.
         ok(fs::write(&path, &bytes[..bytes.len() / 2]));
         drop(Store::create(&paths, model::description(), &how));
         assert_eq!(open_descriptors(&path), 0, "{existing:?}, refused");
