@@ -55,7 +55,7 @@ def counts(disk: Path | None = None) -> Counts:
 def _disk_busy(path: Path) -> float:
     """Returns the busy seconds of the disk that has `path`; 0 if the kernel does not count them.
 
-    The kernel does not count them, for example, for network file systems.
+    For example, the kernel does not count them for network file systems.
     """
     device = path.stat().st_dev
     try:

@@ -182,7 +182,7 @@ class Run:
         return {**parts, "loss": value}
 
     def longest(self, batch: int, limit: int) -> int:
-        """Returns the longest sequence, of those that `longest` tries, whose step fits into the device's memory."""
+        """Searches for the longest sequence up to `limit` whose forward and backward fit into the device's memory."""
         return longest(self._fits(batch), limit)
 
     def _fits(self, batch: int) -> Callable[[int], bool]:
@@ -204,7 +204,7 @@ class Run:
 
 
 def longest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the longest length up to `limit`, of those that the search tries, that fits.
+    """Searches for the longest length up to `limit` that fits; returns the last length that fitted.
 
     Returns 0 if the first length does not fit. The search doubles the length from 512 (or `limit`, if it is smaller)
     until a length does not fit. Then it adds one to seven eighths to the last length that fitted.
@@ -414,7 +414,8 @@ def shown(values: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures a run and prints the results. Also writes the results to the folder of --write.
 
-    With `--headline`, runs `benchmarks.headline` instead. Returns 1 if `--device` is a CUDA device and torch finds none.
+    With `--headline`, runs `benchmarks.headline` instead. Returns 1 if `--device` is "cuda" but torch finds no CUDA
+    device.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", type=Path, default=Path(), help="a folder on the disk to use")

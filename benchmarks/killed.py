@@ -8,8 +8,9 @@ time when --minutes are over. At such a moment, the run may be loading, opening 
 kill, the same command starts the run again. The second run then makes the same number of steps undisturbed.
 
 The result has the number of bit-identical losses. For each kill, it has the number of steps before the kill, and the
-seconds from the next start until the next step was done, if the next kill came later. Without --layers, the model is the largest model whose run
-fits on the folder's disk. With 1.8 B parameters, two cores and --minutes 60, the benchmark takes two hours in all.
+seconds from the next start until the next step was done, if the next kill came later. Without --layers, the model is
+the largest model whose run fits on the folder's disk. With 1.8 B parameters, two cores and --minutes 60, the benchmark
+takes two hours in all.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class Run:
                 while time.monotonic() < began + moment:
                     if process.poll() is not None:
                         sys.exit(
-                            f"{self._said()}\nthe run ended before it was killed, with status {process.returncode}; its "
-                            "output is above"
+                            f"{self._said()}\nthe run ended before it was killed, with status {process.returncode}; "
+                            "its output is above"
                         )
                     if last and "seconds_to_the_next_step" not in last and self.steps() > last["steps"]:
                         last["seconds_to_the_next_step"] = time.monotonic() - started

@@ -118,8 +118,8 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             cells.append({
                 "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
                 "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
-                # For the bytes of imported modules, "said_added_bytes" subtracts the fixed number that the plan assumes,
-                # and "was_added_bytes" subtracts the number that the run measured.
+                # "said_added_bytes" subtracts the bytes that the plan assumes for imported modules, and
+                # "was_added_bytes" subtracts the bytes that the run measured for them.
                 "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
                 "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
                 "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # The shape of Llama 3 8B, with all widths and the vocabulary divided by about the square root of 80. The drive is
-# throttled, so that a step takes long enough. With a real drive's speed, a step would be so short that the processors would have
-# less time for each parameter than in a step on a GPU.
+# throttled, so that a step takes long enough. With a real drive's speed, a step would be so short that the processors
+# would have less time for each parameter than in a step on a GPU.
 _SHAPE = {
     "hidden_size": 448,
     "intermediate_size": 1600,

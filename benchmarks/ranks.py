@@ -159,7 +159,8 @@ def draw(found: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Draws two bar charts over the number of ranks. Each bar has the largest value of all ranks.
 
     One chart has the bytes that a rank moves in a step. Its marks show the bytes if all ranks together moved as many
-    bytes as with the first number of ranks. The other chart has the memory of a rank. Its marks show the planned memory.
+    bytes as with the first number of ranks. The other chart has the memory of a rank. Its marks show the planned
+    memory.
     """
     plt = open_pyplot()
     counts = list(found)

@@ -10,8 +10,8 @@ four pools can hold every such window:
   allocator does.
 - "per shape": slots for each shape of a tensor. For each shape, the number of slots is the largest number of tensors of
   this shape in any window. The MemAscend paper uses such a pool.
-- "arena": slots for whole units, of the sizes that `arena_classes` of `memascend.plan.memory_plan` chooses, in the layout
-  of memascend's arena.
+- "arena": slots for whole units, in the layout of memascend's arena. `arena_classes` of `memascend.plan.memory_plan`
+  chooses their sizes.
 
 The bytes needed are the bytes of the largest window. The bytes that a pool reserves in addition are waste.
 """

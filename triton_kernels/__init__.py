@@ -1,14 +1,15 @@
 """Kernels on gradients and optimizer state, for CPU (Rust) and GPU (Triton). Each kernel makes one pass over memory.
 
-Each kernel has three parts: the public wrapper and its torch reference in one file, and the Triton body in a file that
-ends in `_jit`. `routes` chooses the implementation for a device. `scalars` computes the scalars of an update. `sums`
-keeps exact sums of squares.
+Each kernel has three parts here: the public wrapper and its torch reference in one file, and the Triton body in a file
+that ends in `_jit`. The bodies for CPU are in rust/math. `routes` chooses the implementation for a device. `scalars`
+computes the scalars of an update. `sums` keeps exact sums of squares.
 
-Invariant: results are bit-identical for every number of threads, instruction set, alignment and device. Squares are
-added as integers, so their order does not matter. A call that raises ConfigError has changed nothing.
+Invariant: results of the kernels are bit-identical for every number of threads, instruction set, alignment and device.
+Squares are added as integers, so their order does not matter. A call that raises ConfigError has changed nothing.
 
-This package imports triton only for CUDA tensors, and allocates no temporary memory as large as its arguments. It does
-not depend on other parts of memascend such as units and stores. `import memascend` does not import this package.
+This package imports triton only for CUDA tensors. Its temporary memory has a limit that does not depend on the size of
+the tensors. The package does not depend on other parts of memascend such as units and stores. `import memascend` does
+not import this package.
 """
 
 from __future__ import annotations

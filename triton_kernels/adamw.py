@@ -106,7 +106,10 @@ def adamw_reference(
     out16: torch.Tensor | None,
     scalars: Scalars,
 ) -> None:
-    """Does the update of `adamw` with plain torch operations, for devices without a kernel. Has the kernels' bits."""
+    """Does the update of `adamw` with plain torch operations, for devices without a kernel.
+
+    The results are bit-identical to the kernels' results.
+    """
     with torch.no_grad():
         for start in range(0, master.numel(), PIECE_ELEMENTS):
             piece = slice(start, start + PIECE_ELEMENTS)

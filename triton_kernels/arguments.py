@@ -21,7 +21,9 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def require(name: str, tensor: object, dtypes: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
-    """Checks that `tensor` is a dense torch tensor of one of `dtypes`, and returns it.
+    """Checks that `tensor` is a dense torch tensor of one of `dtypes` whose memory has its values, and returns it.
+
+    The memory of a tensor on the meta device, or of a lazily negated view, does not have the tensor's values.
 
     Raises:
         ConfigError: `tensor` is not such a tensor. The message contains `name` and says what to do.
@@ -37,10 +39,13 @@ def require(name: str, tensor: object, dtypes: tuple[torch.dtype, ...] = FLOATS)
     if tensor.numel() and not any(_dense_in(tensor, order) for order in _FORMATS):
         raise ConfigError(
             f"{name} of shape {tuple(tensor.shape)} is not contiguous (strides {tensor.stride()}): "
-            f"pass tensor.contiguous() and copy the result back"
+            f"pass tensor.contiguous(), and if the call writes to this tensor, copy the result back"
         )
     if tensor.is_neg():
-        raise ConfigError(f"{name} is a lazily negated view: pass tensor.resolve_neg()")
+        raise ConfigError(
+            f"{name} is a lazily negated view: pass tensor.resolve_neg(), and if the call writes to this tensor, copy "
+            "the result back"
+        )
     return tensor
 
 

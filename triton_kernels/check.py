@@ -38,8 +38,8 @@ def check_and_unscale(
     end. So the result is bit-identical for any order, any number of threads, any division into tensors, and any device
     that has a kernel. On a device without a kernel, each addition rounds.
 
-    On CUDA the call only queues work: one launch for each dtype in the list and one for the rounding. The call does not
-    wait for the device, but reading a result does.
+    With the Triton kernels, the call only queues work: one launch for each dtype in the list and one for the rounding.
+    The call does not wait for the device, but reading a result does.
 
     Args:
         grads: one or several contiguous tensors of fp32, bf16 or fp16, on one device. A tensor may be empty.
@@ -51,8 +51,8 @@ def check_and_unscale(
         `squared_norm` is inf or NaN if an element is not finite.
 
     Raises:
-        ConfigError: a tensor is not contiguous, or has another dtype or device; or two tensors overlap and `inv_scale`
-            is not 1. Nothing has been changed.
+        ConfigError: an argument is not as described above, or two tensors overlap and `inv_scale` is not 1. The message
+            names the argument or the tensors. Nothing has been changed.
     """
     tensors = [grads] if isinstance(grads, torch.Tensor) else list(grads)
     factor = factor_of("inv_scale", inv_scale)
@@ -83,9 +83,9 @@ def check_and_unscale(
 
 
 def checked(values: torch.Tensor) -> tuple[bool, Squares]:
-    """Returns whether an element of a tensor is not finite, and the exact sum of squares.
+    """Returns whether an element of `values` is not finite, and the exact sum of squares.
 
-    The tensor is in host memory.
+    `values` must be in host memory.
     """
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()

@@ -1,10 +1,10 @@
-"""The Triton body of `check_and_unscale`. One launch checks all tensors of a dtype, and reads every element once.
+"""The Triton body of `check_and_unscale`. One launch checks all tensors of a dtype.
 
 The kernel adds integers, so the sums are exact in any order: the square of a finite fp32 number is a multiple of
-2^-298. A program reads its chunk tile by tile. The first tile determines a grid for which nearly all values of the
-chunk are multiples of one unit (see [Note: grids] in `squares_jit.py`). Each lane adds the squares of these values as
-integers. A tile with much larger or smaller values determines a new grid. If some values of a tile are too small for
-the grid, the program reads the tile again, and uses finer grids for the small values.
+2^-298. A program reads its chunk tile by tile. The first tile determines a grid, which usually contains nearly all
+values of the chunk (see [Note: grids] in `squares_jit.py`). Each lane adds the squares of these values as integers. A
+tile with a value that is too large for the grid, or with only much smaller values, determines a new grid. If a value of
+a tile is too small for the grid or not finite, the program reads the tile again, and uses finer grids for small values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# The number of elements that a program checks. A program has one warp, so it needs no barriers.
+# The number of elements that a program checks. A program has one warp, so its reductions need no barriers.
 CHUNK = 32768
 WARPS = 1
 # The number of rows of a tile. A lane loads 16 bytes of each row into registers, so 8 loads of a lane are in flight at
@@ -78,7 +78,7 @@ def _read(  # type: ignore[no-untyped-def]
 ):
     """Reads a tile, multiplies its elements in place if UNSCALE, and returns their magnitudes as fp32 bits."""
     offsets = start + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    # A whole tile needs no mask, so Triton reads 16 bytes at a time.
+    # A whole tile needs no mask. Without a mask, Triton reads 16 bytes of aligned data at a time.
     if start + ROWS * COLUMNS <= numel:
         stored = tl.load(data + offsets)
         if UNSCALE:
@@ -165,7 +165,10 @@ def check_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fold_kernel(sums, squares_out, found_out):  # type: ignore[no-untyped-def]
-    """Rounds the sum in one row to float64, ties to even. Writes it, and whether an element was not finite."""
+    """Writes the sum in one row, rounded to float64 with ties to even, and whether an element was not finite.
+
+    If an element was not finite, writes inf or NaN instead of the sum.
+    """
     zero = tl.zeros((), tl.int64)
     carry = zero
     # `high` is the highest digit that is not zero, and `top` is the index of `high`. `middle` and `low` are the two
@@ -231,7 +234,7 @@ def constants(dtype: torch.dtype) -> dict[str, object]:
 def begin(placed: Sequence[tuple[int, torch.Tensor]], factor: float, sums: torch.Tensor) -> None:
     """Queues the check of dense, non-empty tensors. Does not wait for the device.
 
-    `placed` has pairs of a row of `sums` and a tensor.
+    `placed` has pairs of the index of a row in `sums`, and a tensor.
     """
     by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for row, tensor in placed:

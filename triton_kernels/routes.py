@@ -10,7 +10,8 @@ import torch
 
 from memascend import _core
 
-# bfloat16 arithmetic in Triton requires compute capability 8.0 (Ampere). The tests compile the kernels for 8.0 to 12.0.
+# bfloat16 arithmetic in Triton requires compute capability 8.0 (Ampere). The tests compile the kernels for 8.0,
+# 9.0, 10.0 and 12.0.
 CAPABILITY_MIN = (8, 0)
 
 

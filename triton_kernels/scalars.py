@@ -55,7 +55,8 @@ def checked_scalars(
     """Returns the scalars of step number `step`; the first step is 1.
 
     Raises:
-        ConfigError: a hyperparameter is outside the range that torch's own optimizers accept.
+        ConfigError: an argument has a wrong type or is out of range. `lr`, `eps` and `weight_decay` must be at least 0,
+            each of `betas` must be in [0, 1), and all numbers must be finite in fp32.
     """
     numbers = [factor_of(name, x) for name, x in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:

@@ -20,7 +20,7 @@ from .sums import DIGIT, INFINITE, NAN
 INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
 NARROW: tl.constexpr = tl.constexpr(28)
 WIDE: tl.constexpr = tl.constexpr(51)
-# The largest number of squares that a lane may add without an overflow of int64.
+# A lane may add this number of squares on the narrow grid or on the wide grid without an overflow of int64.
 NARROW_COUNT, WIDE_COUNT = 128, 256
 # The smallest `top` for which the scale of `squares_of` is finite and the grid is not finer than 2^-149.
 NARROW_TOP: tl.constexpr = tl.constexpr(27)
@@ -71,8 +71,8 @@ def squares_of(magnitudes, top, GRID: tl.constexpr):  # type: ignore[no-untyped-
         middle = tl.zeros_like(low)
         high = middle
     else:
-        # After a multiplication by 2^(149 - top), values are below 2^23. Adding 2^23 then rounds a value to an integer,
-        # which is in the lower 23 bits of the result.
+        # After a multiplication by 2^(149 - top), values are below 2^23. Adding 2^23 then rounds a value to an integer:
+        # the bits of the result, minus the bits of 2^23 (0x4B000000).
         values = values * ((276 - top) << 23).to(tl.float32, bitcast=True)
         shifted = values + 8388608.0
         upper = (shifted.to(tl.int32, bitcast=True) - 0x4B000000).to(tl.int64)

@@ -42,7 +42,10 @@ def new_sums(count: int, device: torch.device) -> torch.Tensor:
 
 
 def found_in(sums: torch.Tensor) -> list[tuple[bool, Squares]]:
-    """Returns for each row whether an element was not finite, and the exact sum of squares. Waits for the device."""
+    """Returns for each row whether an element was not finite, and the exact sum of squares. Waits for the device.
+
+    If an element was not finite, returns inf or NaN instead of the sum.
+    """
     return [_found(row) for row in sums.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""Tests state of users' optimizers, streamed or kept in RAM: options of groups, attributes, tensors of subclasses."""
+"""Tests optimizers that the engine has no kernel for: group options, attributes, state in RAM, tensor subclasses."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from memascend.optim.rules import Arithmetic
 
 
 class Counted(torch.optim.Optimizer):
-    """Like Adam, with a count in each group, an attribute that the first step sets, and a tensor option that decays."""
+    """Steps by the sign of a mean gradient. Each group has a count and two options that decay; step 1 sets `begun`."""
 
     def __init__(self, groups, lr=0.01):
         super().__init__(groups, {"lr": lr, "heat": 1.0, "weight": torch.tensor(1.0)})
@@ -266,8 +266,7 @@ def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
         assert not hasattr(optimizer, "eval")
 
 
-# --- optimizers that the engine's kernels do not support, with durability="none": optimizers of torch are kept in RAM,
-# and users' classes stream ----
+# --- durability="none": the state of torch's classes is kept in RAM, and the state of users' classes streams ----------
 
 LAYERS = 3
 
@@ -353,7 +352,7 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
 def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, gradients):
     plain, theirs, model, ours = made(tmp_path, kind, gradients)
     with ours:
-        # The first commit marks the store as open in the catalog. Later commits write nothing.
+        # The first commit writes a root that marks the store as unclosed. Later commits write nothing.
         stepped(plain, theirs, model, ours, range(2))
         before = ours.report()
         ours.param_groups[0]["lr"] = "fast"
@@ -368,7 +367,7 @@ def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, 
         require_equal(plain, theirs, model, ours)
 
 
-# --- state in a tensor subclass, like quantised state: a store has the parts, and rebuilds the tensor exactly -------
+# --- state in a tensor subclass, like quantised state: memascend stores its parts and rebuilds it bit for bit -------
 
 
 class Quantised(torch.Tensor):
@@ -418,7 +417,7 @@ class Quantised(torch.Tensor):
 class QuantisedMomentum(ByParameter):
     """An optimizer that quantises the state of parameters with at least 1,024 elements.
 
-    With `anew`, it replaces the state's tensor in each step.
+    With `anew`, each step replaces the quantised tensor by a new one.
     """
 
     def __init__(self, parameters, *, anew=False):

@@ -25,7 +25,8 @@ def sgd(given, **options):
 
 
 # The keys are `state`, `rounding`, whether there are master weights, and the parameter's dtype. The values are the
-# format of the state, or words of the error. AdamW and SGD with momentum have the same formats and errors.
+# format of the state, None if the optimizer's own state is stored, or words of the error. AdamW and SGD with momentum
+# have the same formats and errors.
 KEPT = {
     ("bf16", "nearest", True, FP32): "bf16",
     ("bf16", "nearest", True, BF16): "compact bf16",

@@ -49,9 +49,9 @@ class Remembering(Plain):
 
 
 class CountingUpdates(Plain):
-    """Counts in `count` the parameters that have a gradient. No update reads `count`.
+    """Adds one to `count` for each parameter that has a gradient. No update reads `count`.
 
-    If a trial steps each parameter alone, the count of each step is one.
+    A step of one parameter alone adds one. A step of all parameters adds more.
     """
 
     count = 0

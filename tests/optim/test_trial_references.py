@@ -1,4 +1,4 @@
-"""Tests that a trial changes no object of the user. offload() unwraps known wrappers and rejects all other wrappers."""
+"""Tests optimizers that hold parameters, models or optimizers: offload() accepts only known wrappers."""
 
 import copy
 import functools

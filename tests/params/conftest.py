@@ -11,7 +11,7 @@ FUSED = functools.partial(torch.optim.AdamW, eps=1e-3, fused=True)
 
 @pytest.fixture
 def taken(tmp_path):
-    """Returns a function that offloads a model to the test's store; the fixture closes the run at the end."""
+    """Returns a function that offloads a model to the test's store; the fixture closes all runs at the end."""
     made = []
 
     def take(model, **options):

@@ -1,6 +1,7 @@
-"""Tests writes to weights between forwards. A write outside of the three doors is rejected and changes nothing.
+"""Tests writes to offloaded weights, and views of weights that user code keeps while the weights change.
 
-The doors are optimizer.edit(), memascend.materialized(model, modify=True) and model.load_state_dict().
+Code may write only within optimizer.edit() or memascend.materialized(model, modify=True), or by
+model.load_state_dict(). These three are the doors. Any other write is rejected and changes nothing.
 """
 
 from types import SimpleNamespace

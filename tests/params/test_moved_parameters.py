@@ -1,4 +1,4 @@
-"""Tests calls that would move or replace an offloaded parameter: prune, parametrize, normalise, tie, fuse, cast."""
+"""Tests calls that replace, move or copy an offloaded parameter: prune, parametrize, normalise, tie, fuse, cast."""
 
 import copy
 

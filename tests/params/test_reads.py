@@ -1,7 +1,4 @@
-"""Tests reads of weights between forwards.
-
-The reads have the bits of training in memory, and unused copies are freed.
-"""
+"""Tests reads of offloaded weights: they are bit-identical to in-memory training, and unused copies are freed."""
 
 import copy
 from unittest import mock
@@ -42,7 +39,7 @@ def penalised(model, optimizer):
         loss = loss + 1e-3 * parameters_to_vector(model.parameters()).pow(2).sum()
         turned = (model[0].weight.t() @ model[1].weight - torch.eye(WIDTH)).square().mean()
         loss = loss + turned + 1e-3 * model[1].weight.view(-1)[::2].abs().sum() + model[0].weight[1:3].square().sum()
-        # One call reads more weights than fit in memory at once.
+        # This call reads all weights at once.
         loss = loss + 1e-3 * sum(torch._foreach_norm(list(model.parameters())))
         loss.backward()
         records.append(loss.detach())
@@ -82,7 +79,7 @@ def test_copies_that_nobody_has_are_freed(training):
 def test_no_step_changes_a_state_dict(training):
     model, offloaded = training(units=2)
     state = model.state_dict()
-    # All reads of an offloaded weight share one copy, as all reads of a weight in memory share its values.
+    # State dicts of one commit share one copy of a weight, and views of the weight share another copy.
     assert model.state_dict()["0.weight"].data_ptr() == state["0.weight"].data_ptr()
     view = model[0].weight.detach()
     assert view.data_ptr() == model[0].weight.data.data_ptr()
@@ -108,7 +105,8 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
     before, views = values(model), []
     with model[1].register_forward_pre_hook(lambda module, _: views.append(module.weight.data)):
         step(model, offloaded)
-    # The next forwards evict the unit of the view. They read this unit again, with the values that the step wrote.
+    # Without a RAM tier, the next forwards evict the unit of the view, and read it again with the values that the step
+    # wrote.
     with torch.no_grad():
         for _ in range(3):
             model(batch())
@@ -138,7 +136,7 @@ def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
     assert model[0].weight.any()
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
     assert same_states(part.state_dict(), {name: expected[f"1.{name}"] for name in ("weight", "bias")})
-    # The original model still has its hooks, so it rejects a change of dtype.
+    # The original model is still offloaded, so it rejects a change of dtype.
     with pytest.raises(UsageError):
         model.to(torch.float64)
 

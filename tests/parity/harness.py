@@ -254,7 +254,7 @@ def offloaded(case, mode, folder):
 
 
 def same(left, right):
-    """True if two values have the same bits. Only the payloads of NaNs may differ."""
+    """True if two tensors have the same bits, or two other values are equal. All NaNs of tensors count as equal."""
     if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return bool(left == right)
     return same_bits(left, right, any_nan=True)

@@ -34,7 +34,7 @@ import memascend
 from memascend import StorageError, UsageError
 
 SEEDS = st.integers(0, 5)
-# The loss is multiplied by one of these factors, so that norms lie far below or far above each limit, and float16
+# Each backward multiplies the loss by one of these factors, so that norms lie below and above the limits, and float16
 # overflows.
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
@@ -138,7 +138,10 @@ class Machine(RuleBasedStateMachine):
             self.remains = self.plain.committed
 
     def _die(self, life):
-        """Resumes the killed run's copy. If the copy is unclosed, offload() must raise and name `durability`."""
+        """Resumes the killed run's copy.
+
+        If the copy is unclosed, offload() must reject it and name `durability`. The run then continues.
+        """
         corpse, self.corpse = self.corpse, None
         if self.is_unclosed:
             model, members = self.plain.setup.made(0)
@@ -228,9 +231,9 @@ class Machine(RuleBasedStateMachine):
         return self.staged
 
     def _noticed(self):
-        """Records in `habit` that p.grad was changed.
+        """Records in `habit` that the loop has changed gradients, or has added to them.
 
-        If p.grad is a plain tensor, gradients="auto" may fail to detect the change, so `habit` becomes "either".
+        Without a gradient handle, gradients="auto" may fail to detect this, so an empty `habit` becomes "either".
         """
         self.habit = "keeps" if self._handles else self.habit or "either"
 
@@ -278,7 +281,7 @@ class Machine(RuleBasedStateMachine):
             self.plain.backward(loss)
         if count > 1 and not self.habit:
             self.habit = "either"
-        # accumulate() tells the library how many backwards make the step.
+        # In accumulate(), the library knows how many backwards the step has.
         self._arrived(max(self._declared, count))
 
     @precondition(lambda self: self._present)
@@ -392,8 +395,8 @@ class Machine(RuleBasedStateMachine):
                 self.optimizer.step()
             self.seen["a commit failed"] += 1
             if not zeroes or self.changed:
-                # The failed step has used up the gradients and the changes of gradients, so the test cannot repeat the
-                # step.
+                # The failed step has used up changes of gradients, so step() could not repeat them. If `zeroes` is
+                # false, the rule never repeats the step.
                 self._discard()
                 return
         self.optimizer.step()
@@ -520,8 +523,8 @@ class Machine(RuleBasedStateMachine):
         if then == "save" and self._mixes():
             then = "read"
         if name in self.kept:
-            # If user code holds a copy of the weight, the library compares the copy with the weight only when a forward
-            # uses the weight or a step changes the weight.
+            # A read of another weight does not compare copies that user code still holds. A forward compares all
+            # copies.
             then = "forward"
         with pytest.raises(UsageError, match=r"optimizer\.edit\("):  # noqa: PT012 - any of these may raise
             WRITES[how](parameters[name])

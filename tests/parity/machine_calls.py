@@ -38,8 +38,8 @@ class Fuse:
     """
 
     def __init__(self):
-        # The number of events until the fuse calls `kill`. The beginning of each engine call is an event, and so is the
-        # end of each commit. With 0, the fuse never calls `kill`.
+        # The number of events until the fuse calls `kill`. The beginning of each call in `CALLS` is an event, and so is
+        # the end of each commit. With 0, the fuse never calls `kill`.
         self.left = 0
         # If true, only the beginning and the end of a commit are events.
         self.at_commits = False
@@ -115,8 +115,8 @@ def _saved(state):
     return torch.load(file)
 
 
-# Functions that return a view of a parameter. A view keeps the memory of the parameter alive, so the view would still
-# have the old values after a step changes the parameter.
+# Functions that return a view of a parameter, or an object that has such a view. For an offloaded parameter, it is a
+# view of a copy, and would still have the old values after a step changes the parameter.
 KEPT = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
@@ -147,12 +147,12 @@ AT_ONCE = {
     "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
     "init": lambda p: torch.nn.init.constant_(p, 7),
     "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
-    # The names of the next two functions do not tell the library that these functions write.
+    # The names of the next two functions do not show that these functions write.
     "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
     "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }
 # Forbidden writes to a copy of the parameter. The library detects such a write later, when it compares the copy with
-# the parameter.
+# the copy's checksum.
 COPIES = {
     "data": lambda p: p.data.add_(1),
     "detach": lambda p: p.detach().detach().view(-1)[:1].fill_(7),

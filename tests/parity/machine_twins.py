@@ -71,7 +71,7 @@ OPTIMIZERS = {
     "muon and adamw": muon_and_adamw,
     "three": three,
 }
-# The optimizers whose moments can have 16 or 8 bits.
+# The optimizers that support both state="bf16" and state="8bit".
 FORMATTED = ("adamw", "adam", "sgd")
 
 SCHEDULERS = {
@@ -160,7 +160,7 @@ def opened(setup, life, file, seed=1, **options):
 def formats(draw, optimizer, dtype):
     """Draws options for the format of the optimizer state.
 
-    Returns no options if `optimizer` supports only torch's format.
+    Returns an empty dict for an optimizer outside of `FORMATTED`, and for half of the other draws.
     """
     if optimizer not in FORMATTED or draw(st.booleans()):
         return {}
@@ -336,12 +336,15 @@ class Plain:
             self.committed = {**self.committed, "buffers": self.snapshot()["buffers"]}
 
     def commit_options(self):
-        """If options of the groups changed since the last commit, commits the options, as close() does."""
+        """If group options changed since the last commit, commits them and the loss scale, as close() does."""
         now = self.snapshot()
         if now["options"] != self.committed["options"]:
             self.committed = {**self.committed, "options": now["options"], "scale": now["scale"]}
 
     def checkpoint(self):
-        """Returns the content that save() writes: the last commit, with the current options and buffers."""
+        """Returns the content that save() writes.
+
+        It is the last commit, with the current options, schedulers, loss scale, user state and buffers.
+        """
         now, names = self.snapshot(), ("options", "schedulers", "scale", "user_state", "buffers")
         return {**self.committed, **{name: now[name] for name in names}}

@@ -43,7 +43,7 @@ def padded(values):
 
 
 class Reference(torch.optim.Optimizer):
-    """An optimizer in RAM. It has all options of `memascend.offload` that change the update."""
+    """An optimizer in RAM with the options of `memascend.offload` that change the update, except `nonfinite`."""
 
     def __init__(  # noqa: PLR0913 - options are keywords
         self,
@@ -58,7 +58,7 @@ class Reference(torch.optim.Optimizer):
         seed=0,
         model=None,
     ):
-        """Wraps the optimizer `original`. With `state` or rounding="stochastic", the caller must also pass `model`.
+        """Wraps the optimizer `original`. With 16- or 8-bit `state`, or stochastic rounding, `model` is required.
 
         The random bits depend on the names of the model's parameters. With 8-bit state, the embeddings of the model
         keep 32-bit state.
@@ -198,7 +198,10 @@ class Reference(torch.optim.Optimizer):
         return values.detach().reshape(-1)[: p.numel()].view(p.shape)
 
     def state_of(self, p):
-        """Returns the optimizer state of `p` under torch's names, and the master weight if `p` has 16 bits."""
+        """Returns the optimizer state of `p` under torch's names.
+
+        If `p` has 16 bits, adds its master weight as "master". With stochastic rounding, "master" is `p` in float32.
+        """
         master = self.masters[p]
         if self.formats:
             return self._state_in_formats(p, master)

@@ -75,7 +75,7 @@ def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability
     assert report.units["fetches"] == 0
     assert report.owners["records in RAM"].bytes > 0
     assert report.owners["gradients in RAM"].peak > 0
-    # The run never reads the store, because all records stay in RAM after they were first written.
+    # The run reads no values and no state, because all records stay in RAM after they were first written.
     assert {report.read[kind] for kind in ("values", "values, update", "state")} == {0}
     if durability == "none":
         assert report.written["values"] == report.written["state"] == 0

@@ -85,7 +85,10 @@ STEPS = 6
 
 
 def train(setup, model, optimizer):
-    """Trains the steps that are not committed yet, with two micro-batches each. Computes every other step by layer."""
+    """Trains the steps that are not committed yet, with two micro-batches each.
+
+    The offloaded run computes every other step by layer.
+    """
     for index in range((optimizer.user_state or {"next": 0})["next"], STEPS):
         seeds = (index, index + 1)
         if isinstance(optimizer, Plain):

@@ -277,7 +277,7 @@ BY_LAYER = [
     mixed("by-layer-8bit", "8bit", accumulates, dtype=BF16),
     mixed("by-layer-bf16-state", "bf16", accumulates),
 ]
-# The models of the other modules, with accumulation by layer. These cases are marked slow, because
+# The models of `PLAIN`, `TRANSFORMERS` and `COMPILED`, with accumulation by layer. These cases are marked slow, because
 # tests/grads/test_by_layer.py also tests `accumulate()`.
 OTHERS_BY_LAYER = [
     of(case, marks=(*case.marks, pytest.mark.slow), everywhere=False)

@@ -42,9 +42,9 @@ def begun(folder, host_memory: str | None = "64MiB"):
 
 
 def asked(model, optimizer, folder):
-    """Makes all calls of `ASKED`, in a child process.
+    """Runs in a child process: makes all calls of `ASKED`, then checks offload() and close().
 
-    Returns the calls that did not raise the UsageError about forks.
+    Returns the calls of `ASKED` that did not raise the UsageError about forks.
     """
     wrong = {}
     # Removes the store, so that a call that uses the store fails. At the fork, a thread of the parent may have held

@@ -105,7 +105,7 @@ def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradie
 class Flat(torch.nn.Module):
     """A module that returns a flat view of its weight.
 
-    For a flat view, autograd uses the argument `gradient` of backward() without a copy.
+    Autograd does not copy the argument `gradient` of backward(): its gradient of the weight is a view of this argument.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Tests changes of an optimizer object: the parameters of its groups, its hooks, its `step` and its `state`."""
+"""Tests the groups, hooks, `step`, `state` and state dicts of an optimizer, and changes of them by user code."""
 
 from functools import partial
 
@@ -189,7 +189,7 @@ def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
         assert not state
         assert len(state) == 0 == len(list(state.items()) + list(state.values()) + list(state.keys()))
         assert "weight" not in state
-        # Lightning moves the optimizer state to a device by this loop. The loop must not raise.
+        # Lightning moves the optimizer state to a device in a loop like this. The loop must not raise.
         for parameter, found in state.items():
             state[parameter] = {name: value.to("cpu") for name, value in found.items()}
         of_weight = ("__getitem__", "get", "__contains__", "pop", "__delitem__")
@@ -231,7 +231,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
     optimizer.close()
     with pytest.raises(UsageError, match="has been closed"):
         optimizer.load_state_dict(state)
-    # The next process resumes the run, and reads the state dict from a file.
+    # Resumes the run and reads the state dict from a file, as the next process of the run does.
     torch.save(state, tmp_path / "state.pt")
     model, optimizer, _ = begun(tmp_path, 0, existing="resume")
     with optimizer:

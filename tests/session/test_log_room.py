@@ -1,4 +1,7 @@
-"""Tests runs with too little disk space for the gradient log or for deferred updates: a run warns and stays exact."""
+"""Tests runs with too little disk space for the gradient log or for deferred updates.
+
+Also tests temporary stores, to which a run does not write parameters that are kept in RAM.
+"""
 
 import contextlib
 import logging
@@ -164,9 +167,9 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
 
 @pytest.mark.root
 def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
-    """On a full file system, the run has no second places for gradients, so the run defers no update.
+    """On a full file system, a run cannot reserve second places for gradients, so it defers no update.
 
-    After the file `filler` is removed, the run defers updates.
+    After the file `filler` is removed, the next run defers updates.
     """
     store, filler, scratch = small_ext4 / "s", small_ext4 / "filler", {"scratch": tmp_path}
     deferred_run(store, "ram", steps=2, durability="none", **scratch)

@@ -156,7 +156,7 @@ def test_a_tied_parameter_stays_one(tmp_path):
         with pytest.raises(UsageError, match=r"'0\.weight' and '1\.weight' are one tied parameter"):
             inside(model, new)
         assert same_states(values(model), before)
-        # `assigned` loads with assign=True, which replaces the tied parameter by two parameters. materialized() must
+        # `assigned` loads with assign=True, which replaces the tied parameter with two parameters. materialized() must
         # then restore the tied parameter.
         inside(model, assigned)
         assert model[0].weight is model[1].weight is own

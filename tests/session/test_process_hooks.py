@@ -1,4 +1,7 @@
-"""Tests process-wide hooks, which reject other optimizers: the first run installs them, the last run removes them."""
+"""Tests process-wide hooks, which the first run installs and the last run removes.
+
+Some of these hooks reject steps of other optimizers, or find new trainable parameters.
+"""
 
 import gc
 

@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         assert report["beside"] == {"Python objects": optimizer.plan.object_bytes}
         assert report["steps"] == 3
         # "state" counts the bytes of the two moments, and "values" counts the bytes of the values. The store rounds the
-        # bytes of each parameter up to whole blocks of the device.
+        # bytes of each extent up to whole pages of 4096 bytes.
         assert 3 * 2 * of_model <= report["read"]["state"] <= 3 * 2.1 * of_model
         assert 3 * 2 * of_model <= report["written"]["state"] <= 3 * 2.1 * of_model
         assert 3 * of_model <= report["written"]["values"] <= 3 * 1.1 * of_model

@@ -1,4 +1,4 @@
-"""Tests units in memory: saved tensors, module hooks, units that threads use, and 16-bit copies that autocast keeps."""
+"""Tests units in memory: saved tensors, module hooks, users' gradient hooks, several threads, and autocast."""
 
 import threading
 
@@ -21,7 +21,7 @@ def blocks():
 
 
 def offloaded(tmp_path, model=None, **options):
-    """Offloads a model of blocks. Each block is a unit, and only some of the units may be in memory at once."""
+    """Offloads a model of blocks. Each block is a unit. The default budget has no room for all units at once."""
     units = [str(index) for index in range(DEPTH)]
     return chains.offloaded(tmp_path / "run.store", model or blocks(), torch.optim.SGD, 0.1, units=units, **options)
 
@@ -77,10 +77,7 @@ def test_hooks_from_before_offload_see_real_parameters(tmp_path):
 
 
 def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
-    """Some checkpoint functions call `block.forward` in the backward.
-
-    Such a call does not run the hooks of the block.
-    """
+    """A loop may checkpoint `block.forward` instead of `block`. A call of `block.forward` runs no hooks of `block`."""
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
     kinds = []
     model[1][0].register_forward_pre_hook(lambda module, *_: kinds.append(type(module.weight)))
@@ -143,10 +140,7 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
 
 
 def turns():
-    """Returns a model whose two layers share all parameters, and therefore belong to one unit.
-
-    Two threads use the layers at once.
-    """
+    """Returns a model whose two layers share all parameters, and therefore belong to one unit."""
     model = chain(bias=True)
     model[1].weight, model[1].bias = model[0].weight, model[0].bias
     return model
@@ -159,7 +153,7 @@ def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
 
     def second():
         with torch.no_grad():
-            # The first forward of the whole model in a thread registers this thread.
+            # The first call of a module in a thread registers the thread as a user of the model.
             model(x())
             known.set()
             found.append(model[1](x()))

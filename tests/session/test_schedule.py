@@ -110,8 +110,8 @@ WAYS = {
 }
 
 
-# The constructor of OneCycleLR sets betas. At a resume, offload() warns that the stored betas differ from the betas of
-# the optimizer, because offload() does not know yet that a scheduler set the stored betas.
+# In "one cycle in sequence", the constructor of OneCycleLR sets betas, and no step has changed them before the first
+# resume. The commit then does not record that a scheduler sets betas, so offload() warns that the stored betas differ.
 @pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
 def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
@@ -331,7 +331,7 @@ def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
 
 
 def rewritten(path, change):
-    """Applies the function `change` to the schedule in the store's last commit."""
+    """Applies the function `change` to the schedule in the store's last commit, and commits the result at step 1."""
     with memascend.engine.Store.open(path) as store:
         hyperparameters = store.hyperparameters
         change(hyperparameters["schedule"])
@@ -339,7 +339,7 @@ def rewritten(path, change):
 
 
 def as_earlier(schedule):
-    """Converts a stored schedule to an earlier format. That format had the list `moved`, and no dictionary `fresh`."""
+    """Converts a stored schedule to an earlier format, which had a list `moved` instead of `fresh`, and no `rates`."""
     del schedule["rates"]
     for one in schedule["schedulers"]:
         one["moved"] = [*one.pop("fresh")]
@@ -397,7 +397,7 @@ def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
         with optimizer:
             for step in range(optimizer.steps, until):
                 if step == 3:
-                    # A Trainer makes this call when train() is called again.
+                    # A Trainer makes this call at the beginning of each train().
                     optimizer.schedule(scheduler, restore=False)
                 rates.append(turn(model, optimizer, step)[0][0])
             assert scheduler.halved == 1

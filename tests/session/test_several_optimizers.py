@@ -96,8 +96,8 @@ def compared(optimizers, path, *, dtype=torch.float32, missing=(), **options):
 
 
 BF16, NONE = {"dtype": torch.bfloat16}, {"durability": "none", "host_memory": "64MiB"}
-# The names of two parameters that have no gradient in some steps. All optimizers that are tested with `MISSING` use
-# zeros in place of a missing gradient.
+# The names of two parameters that have no gradient in some steps. MuonWithAdam uses zeros in place of a missing
+# gradient. AdamW skips a parameter without a gradient.
 MISSING = {"missing": ("1.weight", "1.bias")}
 
 

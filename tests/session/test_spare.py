@@ -21,8 +21,8 @@ from memascend.plan.spare import HostMemory, Spare, faster
 from memascend.session.spare import Turn, agreed
 
 GIB = 1 << 30
-# Programs that the tests start begin with this code. The code makes `spare` compute budgets in whole MiB, and removes
-# the minimum of memory that must stay free.
+# Programs that the tests start begin with this code. The code makes `spare` compute budgets in whole MiB, count 200 MiB
+# for imports, and require no minimum of memory that stays free.
 SMALL = """
 from memascend.plan import spare
 spare._GIB, spare._MARGIN_MIN, spare.IMPORTS = 1 << 20, 0, 200 << 20
@@ -102,7 +102,7 @@ def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
 
 
 def trained_once(path, **options):
-    # The model's training state is larger than all budgets in this test.
+    # The model is so large that a run can use all of each budget in this test.
     model, optimizer = offloaded(path, chain(16, width=512), existing="resume", **options)
     model(torch.randn(4, next(model.parameters()).shape[-1])).square().mean().backward()
     optimizer.step()
@@ -177,7 +177,7 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
     options = agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
     turn.end()
     assert options.spare == Spare(processes=2, agreed=7 << 20)
-    # The ranks first tell each other whether the user has set a budget.
+    # Each rank first sends whether it has host_memory="auto".
     given = Options(host_memory="8MiB")
     exchange.all_values = lambda mine: [mine, ["here", False]]
     assert agreed(given, exchange, turn, on_host=True) is given

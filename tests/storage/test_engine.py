@@ -143,7 +143,7 @@ def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
 
 
 def gradient(shape, dtype):
-    # The range of the values is so wide that it includes denormals, and that sums of the values overflow float16.
+    # The values range so widely that some are denormals in float16, and that some sums overflow float16.
     return (torch.randn(shape) * torch.rand(shape).mul(40).sub(24).exp2()).clamp(-60_000, 60_000).to(dtype)
 
 

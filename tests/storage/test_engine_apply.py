@@ -38,7 +38,7 @@ def made(path, *, spill=None, **options):
 def arithmetic(values, gradient, state, *, first, last):
     """Updates a chunk in place.
 
-    The update is elementwise, but the first call also changes "step", and the last call also changes "rows".
+    The update is elementwise. With `first`, it also changes "step". With `last`, it also changes "rows".
     """
     if first:
         state["step"] += 1
@@ -80,9 +80,9 @@ def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chun
             stored, state = store.read(name)
             assert same_bits(stored, values), name
             assert all(same_bits(state[of], tensor) for of, tensor in states[name].items()), name
-        # The staging memory has the chunks of the ring, and the memory for whole parameters. It also has two sets of
-        # the state tensors whose shape differs from the shape of their parameter. The staging memory does not grow with
-        # the number of records.
+        # The staging memory has the chunks of the ring, and the memory for whole parameters. It also has two slots for
+        # state tensors whose shape differs from their parameter's shape. A slot is as large as the largest record
+        # needs. The staging memory does not grow with the number of records.
         sizes = store.info()
         assert sizes["index_bytes"] < 1 << 20
         assert (

@@ -8,7 +8,7 @@ def randoms(numel, dtype=torch.float32, seed=0, scale=1.0):
 
 
 def as_bytes(tensor):
-    """Returns the bytes of a tensor's elements, in the order of its dimensions."""
+    """Returns the bytes of a tensor's elements, in row-major order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

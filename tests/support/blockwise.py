@@ -13,9 +13,10 @@ _POINTS = 1 << 16
 
 
 def dynamic_map(*, signed: bool) -> torch.Tensor:
-    """Returns the 256 code values, sorted: 0, 1, and the midpoints of equal intervals in seven decades.
+    """Returns the 256 code values, sorted: 0, 1, and the midpoints of equal intervals in each of seven decades.
 
-    Each decade has twice as many intervals as the decade below it.
+    Each decade has twice as many intervals as the decade below it. With `signed`, each decade has half as many
+    intervals as without, and the negated midpoints are code values, too.
     """
     numbers = [0.0, 1.0]
     for decade in range(7):

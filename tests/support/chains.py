@@ -1,4 +1,4 @@
-"""Builds chains of equal linear layers, in memory or offloaded; trains and compares the chains. Most tests use them."""
+"""Builds chains of equal linear layers, offloads models, trains models, and compares their values."""
 
 import pytest
 import torch

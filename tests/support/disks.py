@@ -61,7 +61,10 @@ def backend(request):
 
 @pytest.fixture
 def loop(tmp_path):
-    """Returns a function that makes a loop device of `nbytes` bytes. The devices are detached after the test."""
+    """Yields a function that makes a loop device: of `nbytes` bytes, or over the file `over`.
+
+    Detaches the devices after the test.
+    """
     if os.geteuid() != 0:
         pytest.skip("needs root: loop devices")
     made = []

@@ -1,8 +1,8 @@
 """Serves a FUSE file system with one file, `disk`. Requests to `disk` fail on command, so the kernel sees real faults.
 
-`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves the file system until the process is killed. On SIGTERM, and
-when its parent process ends, the process unmounts the file system. CONTROL is a JSON file of faults. The process reads
-CONTROL before it answers a read, write or fsync. "delay" is in seconds:
+`python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves the file system until it is unmounted, or the process is killed.
+On SIGTERM, and when its parent process ends, the process unmounts the file system and exits. CONTROL is a JSON file of
+faults. The process reads CONTROL before it answers a read, write or fsync. "delay" is in seconds:
 {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
@@ -95,7 +95,7 @@ class Faulty:
         return self.data(opcode, body) if fixed is None else fixed
 
     def data(self, opcode: int, body: bytes) -> bytes:
-        """Answers a read, write or fsync. Fails if CONTROL sets an error for this kind of request."""
+        """Answers a read, write or fsync, or fails with the error that CONTROL sets for it. Rejects other requests."""
         faults = json.loads(self.control.read_text())
         time.sleep(faults.get("delay", 0))
         if opcode == READ:

@@ -48,7 +48,10 @@ class Running:
         return self._file.read_text(errors="replace")
 
     def wait_for(self, words, count=1):
-        """Waits until the output contains `words` at least `count` times, or the command has ended."""
+        """Waits until the output contains `words` at least `count` times, or the command has ended.
+
+        Raises AssertionError after `SECONDS_MAX`.
+        """
         until = time.monotonic() + SECONDS_MAX
         while self.output().count(words) < count and self.process.poll() is None:
             assert time.monotonic() < until, f"no {words!r} in the output within {SECONDS_MAX} s\n{self.output()}"
@@ -60,7 +63,10 @@ class Running:
             os.killpg(self.process.pid, by)
 
     def ended(self):
-        """Waits for the command to end; returns its exit status and its output."""
+        """Waits for the command to end; returns its exit status and its output.
+
+        After `SECONDS_MAX`, kills the session and raises AssertionError.
+        """
         try:
             return self.process.wait(SECONDS_MAX), self.output()
         except subprocess.TimeoutExpired:
@@ -69,7 +75,7 @@ class Running:
 
 
 def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, **variables):
-    """Runs a command to its end, or kills it as `kill` says; returns the command's output.
+    """Runs a command to its end, or kills it at the point that `kill` describes; returns the command's output.
 
     Args:
         command: the words of the command.

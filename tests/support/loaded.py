@@ -43,7 +43,7 @@ class Done(NamedTuple):
 
 
 class Loaded:
-    """An interpreter that forks one program at a time. After a timeout, the next `run` starts a new interpreter."""
+    """An interpreter that forks one program at a time. After an error in `run`, the next `run` starts a new one."""
 
     def __init__(self, environment=None, modules=(), warnings=("error", NO_NUMPY)):
         """Stores how the first `run` starts the interpreter.
@@ -58,9 +58,9 @@ class Loaded:
         self._process = None
 
     def run(self, program, *arguments, env, timeout, whole=False):
-        """Runs a program as `python -c` would; returns its `Done`.
+        """Runs a program as `python -c` would; returns its `Done`. Raises AssertionError after `timeout` seconds.
 
-        Unless `whole` is true, `end` replaces Python's shutdown.
+        If the program runs to its last line and `whole` is false, `end` replaces Python's shutdown.
         """
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
@@ -127,9 +127,9 @@ def die_with_parent():
 
 
 def forked():
-    """Forks a child for each request on stdin, and returns the request in this child.
+    """Forks a child for each request on stdin, and returns the request in the child.
 
-    The parent exits when stdin closes.
+    The parent prints 0 once it has forked, then the exit status of the child. The parent exits when stdin closes.
     """
     while line := sys.stdin.buffer.readline():
         # Without this flush, the child would also print the text that this process has buffered.

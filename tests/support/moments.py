@@ -39,7 +39,7 @@ def drawn(key, step, count, purpose):
     """Returns 16 random bits for each of the first `count` elements of a parameter, as int32.
 
     `key` is the XXH3-64 of the parameter's name, seeded with the run's seed. `step` is the number of this parameter's
-    update, counted from 1.
+    update, counted from 1. `purpose` is `SECOND_MOMENT` or `VALUES`.
     """
     blocks = -(-count // BLOCK)
     counter = torch.arange(blocks * _LANES)
@@ -75,8 +75,8 @@ def rounded(values, bits, dtype=torch.bfloat16):
 
 
 def exact_root(values):
-    # On float32, torch.sqrt may call a library whose results are off by one unit in the last place. The float64 root,
-    # rounded once to float32, is exact.
+    # On float32, torch.sqrt may call a library whose results are off by one unit in the last place. Rounding the
+    # float64 root to float32 gives the correctly rounded root.
     return torch.sqrt(values.double()).float()
 
 

@@ -23,9 +23,10 @@ def quantize(folder, stored, method):
 
 
 def in_mxfp4(name, tensor, exponents=(122, 123)):
-    """Returns an expert tensor in gpt-oss's MXFP4 layout, with random codes and exponents.
+    """Returns, by name, the tensors that replace `tensor` in gpt-oss's MXFP4 layout.
 
-    Returns any other tensor unchanged.
+    For an expert tensor: a tensor of random codes and a tensor of random exponents. For any other tensor: the tensor
+    itself.
     """
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: tensor}

@@ -14,9 +14,10 @@ import memascend
 
 
 class Odd(nn.Module):
-    """A model with a frozen block and a tied head. The number of ranks does not divide its row counts evenly.
+    """A model with a frozen block and a tied head.
 
-    A layer has `narrow` rows, which may be fewer rows than there are ranks.
+    Its parameters have 33, 16 or `narrow` rows, so no number of ranks above 1 divides all row counts. `narrow` may be
+    smaller than the number of ranks.
     """
 
     def __init__(self, narrow=3):

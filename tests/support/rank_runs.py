@@ -34,17 +34,17 @@ DEFAULTS = {
     "steps": 5,
     "existing": "resume",
     "timeout": 20.0,
-    # `fault` is a signal number, "raise", "hang" or "full" (the drive has no space left). The fault happens on the
-    # ranks in `faulty`, at `point` of step `at`. If `point` is "time", the fault happens `at` seconds after `life`
-    # began.
+    # `fault` is a signal number, "raise", "hang" or "full" (see `_meet`). The fault happens on the ranks in `faulty`,
+    # at `point` of step `at`. Points outside of a step, such as "filling", ignore `at`. If `point` is "time", the fault
+    # happens `at` seconds after `life` began. If `point` is None, no fault happens.
     "faulty": (1,),
     "fault": None,
     "at": 3,
     "point": None,
     # The number of micro-batches in a step, on all ranks together. If None, each rank has one micro-batch.
     "micro": None,
-    # The folder to which all ranks save at the end. If None, the ranks do not save. If the name is "hidden", only the
-    # first rank can write to the folder, so the other ranks send their rows to the first rank.
+    # The folder to which all ranks save at the end. If None, the ranks do not save. If the name begins with "hidden",
+    # the other ranks do not see the first rank's folder (see `make_hidden`), so they send their rows to the first rank.
     "save": None,
     # Additional options for the call of `offload()`.
     "given": {},
@@ -84,7 +84,7 @@ def lives(tmp_path, world, name="run", **options):
 
 
 def require_same(ranks, opened, steps, micro=4, **options):
-    """Requires that each rank began at step `opened` and committed step `steps`.
+    """Requires that each rank began at step `opened` and committed step `steps`, without an error.
 
     Also requires that each rank has the values that training on one process gives.
     """
@@ -105,7 +105,11 @@ def filled(ranks):
 
 
 def life(folder, name, options):
-    """Trains on this rank; returns its first step, a digest after each step, and the error that ended the training."""
+    """Trains on this rank; returns a dict of results.
+
+    "opened" is the step at which the run began, and "committed" is the last step. "digests" has a digest for each of
+    these steps. "error" is the error that ended the training, or None.
+    """
     options = {**DEFAULTS, "folder": folder, **options}
     rank, count = distributed.get_rank(), distributed.get_world_size()
     _watch(options)
@@ -152,8 +156,8 @@ def life(folder, name, options):
         told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
-    # After an error: the seconds since the failed step, or the failed `offload()`, began. Without an error: the seconds
-    # since this training began.
+    # After an error: the seconds since the last step began, or since the call of `offload()` if no step began. Without
+    # an error: the seconds since this training began.
     told["seconds"] = time.monotonic() - (began if told["error"] else first)
     return told
 
@@ -181,7 +185,8 @@ def _digest(trained, optimizer):
 def _watch(options):
     """Patches functions so that the fault happens when this rank reaches the point in `options`.
 
-    The point "time" starts a timer instead. The other points are:
+    The point "time" starts a timer instead. `life` itself causes faults at "begin", "between" and "close". The points
+    in the patched functions are:
     - "before" or "after" a phase: around the agreement of the ranks on this phase of a commit
     - "before groups", "in groups": before and after the ranks form groups
     - "filling": while a store is refilled from the store of a replica
@@ -234,7 +239,10 @@ def _fault(options, step, point):
 
 
 def _meet(options):
-    """Causes the fault: sends this process a signal, fills the drive, hangs until the other ranks fail, or raises."""
+    """Causes the fault: sends this process a signal, limits its files to 4 KiB ("full"), or raises ValueError.
+
+    "hang" raises only after all other ranks have failed.
+    """
     if isinstance(options["fault"], int):
         os.kill(os.getpid(), options["fault"])
         return

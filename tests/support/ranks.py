@@ -37,10 +37,11 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 
     Args:
         count: number of ranks.
-        function: a function of a test module. Each rank imports the module from a file, and finds the function by name.
+        function: a function of a test module. The process that forks the ranks imports the module from its file, and
+            finds the function by name.
         folder: the folder that the ranks may write to.
-        arguments: the arguments of the function after `str(folder)`. They are pickled.
-        seconds: time limit. When it is over, all ranks are killed and the test fails.
+        arguments: the arguments of the function after `str(folder)`. `on_ranks` pickles them.
+        seconds: time limit. After this time, `on_ranks` kills all ranks and raises AssertionError.
         ends: the allowed exit statuses of a rank. The status of a rank that signal N killed is -N.
     """
     place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
@@ -86,7 +87,7 @@ def ranks(count):
 
 @functools.cache
 def _loaded():
-    """Returns an interpreter that has imported the modules of all ranks. The interpreter ends with this process."""
+    """Returns an interpreter that imports the modules that all ranks need, and that ends with this process."""
     modules = ["torch.distributed.fsdp", "pytest", "memascend.session.offload"]
     return Loaded(environment(), modules, warnings=())
 
@@ -106,7 +107,7 @@ def _imported(source):
 def run(place):
     """Forks the ranks and waits until they end.
 
-    Once a rank has failed, or once signals have stopped all remaining ranks, kills the remaining ranks.
+    Kills the remaining ranks `LAST_WORDS_SECONDS` after a rank has failed, or once signals have stopped all of them.
     """
     # If the test's own process is killed, the kernel kills this process and the ranks.
     die_with_parent()

@@ -1,6 +1,6 @@
 """Offloads a Trainer with one line of code, as a user's script does, and trains.
 
-Tests start this program, kill it and start it again.
+Tests start this program, kill it and start it again. If STORE is "memory", the program trains without offloading.
 
 usage: [TRAINED_OPTIONS=JSON] [ENDS_BY=NUMBER] trained_program.py STORE LOG [MOMENT STEP]
 """
@@ -148,9 +148,9 @@ class Habits(transformers.TrainerCallback, ExportableState):
 
 
 class Averaging(transformers.Trainer):
-    """A Trainer that also logs a mean loss, the batch widths, and the norms and steps that each `Habits` callback saw.
+    """A Trainer that also logs a mean loss, a sum of batch widths, and what each `Habits` callback saw (norms, steps).
 
-    This class computes the mean loss and the widths itself.
+    This class computes the mean loss and the sum itself.
     """
 
     def __init__(self, *given, **named):
@@ -244,7 +244,10 @@ def made(
     compute_loss_func=None,
     **options,
 ):
-    """Returns a Trainer with four micro-batches a step, a shorter last step, warm-up, evaluations and checkpoints."""
+    """Returns a Trainer with warm-up, evaluations and checkpoints.
+
+    A step has four micro-batches, and the last step of an epoch has fewer.
+    """
     arguments = transformers.TrainingArguments(
         **{
             "output_dir": str(output), "num_train_epochs": 2, "per_device_train_batch_size": 2,

@@ -15,7 +15,7 @@ from torch import nn
 import memascend
 from memascend.engine import Store
 
-# All programs begin with this code. Most programs then leave a backward unfinished, so that the graph still holds saved
+# All programs contain this code. Most programs then leave a backward unfinished, so that the graph still holds saved
 # tensors of memascend when the process ends.
 BEGIN = """
 import sys, threading, torch, memascend

@@ -1,4 +1,4 @@
-"""Tests existing="previous", which opens the commit before the newest commit."""
+"""Tests existing="previous", which opens the commit before the newest, and `memascend store` on both commits."""
 
 import json
 
@@ -55,7 +55,7 @@ def picture(training):
 
 
 def again(offloaded, existing, lr=None, **options):
-    """Offloads a new model to the store of the run. The store's learning rate replaces `lr`."""
+    """Offloads a new model to the store of the run. The learning rate in the store replaces `lr`."""
     model = Noted()
     optimizer = adamw(model)
     if lr is not None:
@@ -158,7 +158,10 @@ def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_pat
 
 
 def verified(path, capsys):
-    """Runs `memascend store verify`. Returns the exit status, the output, the errors, and the output of `--json`."""
+    """Runs `memascend store verify` without and with `--json`, and requires that the file does not change.
+
+    Returns the exit status, the output, the errors of both calls, and the output of `--json`.
+    """
     before = path.read_bytes()
     status = main(["store", "verify", "--json", str(path)])
     assert main(["store", "verify", str(path)]) == status

@@ -1,4 +1,4 @@
-"""Tests that a step raises an error with advice if it cannot be exact, and that training can continue afterwards."""
+"""Tests steps that cannot be exact, calls after close(), and stored options: errors and warnings say what to do."""
 
 import copy
 import math
@@ -138,7 +138,7 @@ def test_a_gradient_that_does_not_fit_is_refused_as_torch_does(offloaded):
         weight.grad = "none"
 
 
-# --- after close, and around it --------------------------------------------------------
+# --- close(), user state, stored options -----------------------------------------------
 
 
 def test_after_close_nothing_works_and_it_says_why(offloaded):

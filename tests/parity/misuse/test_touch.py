@@ -24,8 +24,8 @@ def weight(training):
     return training.model.blocks[1].up.weight
 
 
-# Calls on a parameter that must raise. `tests/params/test_doors.py` tests two more kinds of calls: reads that return a
-# copy of the memory, and writes, which raise.
+# Calls on a parameter that must raise. `tests/params/test_reads.py` tests reads, which return copies, and
+# `tests/params/test_doors.py` tests writes.
 TOUCHES = {
     "another shape": lambda p: setattr(p, "data", torch.zeros(3)),
     "another dtype": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=torch.float64)),
@@ -68,7 +68,7 @@ def test_tensors_are_not_swapped(training, weight, first):
 
 
 def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
-    """A call that torch does not dispatch to the parameter's class raises an error. The call does not return NaN."""
+    """A call that torch does not dispatch to the parameter's class raises an error, instead of returning NaN."""
     said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
     with pytest.raises(RuntimeError, match=said):
         torch.utils.dlpack.to_dlpack(weight)
