@@ -79,9 +79,11 @@ class LossScale:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores a result of `state()`, including the mode."""
-        mode, scale, good_steps = state.get("mode"), state.get("scale"), state.get("good_steps")
-        known = mode in {"dynamic", "fixed", "off"} and type(scale) in {int, float}
-        if not known or type(good_steps) is not int or not 0 <= good_steps < GROWTH_STEPS:
+        mode: Any = state.get("mode")
+        scale: Any = state.get("scale")
+        good_steps: Any = state.get("good_steps")
+        is_number = type(scale) in {int, float} and type(good_steps) is int
+        if mode not in {"dynamic", "fixed", "off"} or not is_number or not 0 <= good_steps < GROWTH_STEPS:
             raise ConfigError(f"this version cannot read the stored loss scale {dict(state)!r}: use a newer memascend")
         # A dynamic scale that sees only overflows reaches 0, as torch's scale does.
         self._set(mode, 0.0 if mode == "dynamic" and scale == 0 else _checked(scale), good_steps)
