@@ -115,8 +115,8 @@ def _saved(state):
     return torch.load(file)
 
 
-# Functions that return a view of a parameter, or an object that has such a view. For an offloaded parameter, it is a
-# view of a copy, and would still have the old values after a step changes the parameter.
+# Functions that return a view of a parameter, or an object that has such a view. A view of an offloaded parameter is a
+# view of a copy, which would still have the old values after a step changes the parameter.
 KEPT = {
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,

@@ -160,7 +160,7 @@ def opened(setup, life, file, seed=1, **options):
 def formats(draw, optimizer, dtype):
     """Draws options for the format of the optimizer state.
 
-    Returns an empty dict for an optimizer outside of `FORMATTED`, and for half of the other draws.
+    Returns no options for an optimizer outside of `FORMATTED`, and sometimes for the others.
     """
     if optimizer not in FORMATTED or draw(st.booleans()):
         return {}

@@ -200,7 +200,7 @@ class Reference(torch.optim.Optimizer):
     def state_of(self, p):
         """Returns the optimizer state of `p` under torch's names.
 
-        If `p` has 16 bits, adds its master weight as "master". With stochastic rounding, "master" is `p` in float32.
+        Adds "master" if `p` has 16 bits and a master weight. With stochastic rounding, "master" is `p` in float32.
         """
         master = self.masters[p]
         if self.formats:

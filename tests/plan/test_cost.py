@@ -76,8 +76,8 @@ def test_kept_gradients_make_a_phase_of_their_own():
 
 # --- deferred and early updates ---------------------------------------------------------
 
-# Like `KEPT`, but an update also reads the values. If updates are deferred, the next step may use the values that the
-# updates read. It then reads 8 GB less in the forward, and 6 GB less in the backward.
+# Like `KEPT`, but an update also reads the values. If updates are deferred, modules of the next step use the values
+# that the updates read: the forward reads 8 GB less. With "next backward", the backward also reads 6 GB less.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},
@@ -105,8 +105,8 @@ def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
     assert [phase.name for phase in found] == ["forward and last step's values", "backward and last step's update"]
     assert found[0].parts == pytest.approx({"compute": 2, "disk": UPDATE / 5, "update": 6})
     assert found[1].parts == pytest.approx({"compute": 4, "disk": UPDATE / 5 + 56 / 4, "update": 6})
-    # The first unit is an eighth of the model. The forward waits for this unit, and the unit's gradient arrives last in
-    # the backward.
+    # The first unit is an eighth of the model. The forward waits for this unit's update. In the backward, the unit's
+    # gradient arrives last.
     assert [phase.tail for phase in found] == pytest.approx([UPDATE / 5 / 8, (UPDATE / 5 + 48 / 4) / 8], rel=1e-5)
 
 
@@ -190,8 +190,8 @@ def test_the_fastest_way_is_taken():
         assert fastest(found) == way, compute
         assert phases(DEFERRED, work, DRIVE, IDLE) == found[way]
         assert seconds(found[way]) <= seconds(phases(KEPT, work, DRIVE, IDLE))
-    # "early" is faster than "next backward", but `fastest` does not choose it, because the gradients decide in each
-    # step whether early updates are kept.
+    # "early" is faster than "next backward", but `fastest` does not choose it, because early updates are invalid if
+    # gradients are clipped or changed.
     assert seconds(found["early"]) < seconds(found["next backward"])
 
 
@@ -210,7 +210,7 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
     # The gradient of the first block arrives at the end of the backward. The update of this block, an eighth of the
-    # whole update, therefore does not count as part of the backward.
+    # whole update, therefore counts in `tail` and not in `parts`.
     assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
     assert "update" not in last.parts
 

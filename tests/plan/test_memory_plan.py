@@ -210,8 +210,8 @@ def test_bytes_of_a_step():
     units = model()
     values = sum(each.nbytes for each in units)
     easy = plan(units)
-    # Two blocks and the head stay in their slots from the forward to the backward. The backward reads the embedding
-    # again.
+    # Two blocks, the head and the pinned unit stay in their slots from the forward to the backward. The backward reads
+    # the embedding and the other four blocks again.
     assert easy.read_bytes == {
         "values, forward": values,
         "values, backward": values - (100 + 2 * 30 + 1) * PAGE,

@@ -220,7 +220,7 @@ class Head(nn.Module):
 def test_what_is_bound_around_what():
     """`around` lists the units of enclosing modules.
 
-    The parameters of an enclosing module, including tied parameters, stay materialized during the call of this module.
+    While an inner module computes, the parameters of its enclosing modules, also tied ones, stay materialized.
     """
     model = Language()
     model.head = Head(32, 256, model.embedding)

@@ -103,7 +103,10 @@ def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
 
 
 def lines(path):
-    """Yields each command of a page as one line: `memascend` commands in sentences, and commands in code blocks."""
+    """Yields each command of a page as one line: commands in code blocks, and `memascend` commands in sentences.
+
+    Leaves out commands without options in sentences.
+    """
     for span in re.findall(r"`(memascend [^`]* --\w[^`]* [^`]+)`", BLOCK.sub("", path.read_text())):
         yield " ".join(span.split())
     for kind in ("console", ""):

@@ -1,4 +1,4 @@
-"""Tests steps that need more memory for units than planned: with a budget from the user, they raise BudgetError."""
+"""Tests steps that need more memory for units than planned: they get it, or raise BudgetError if a budget was given."""
 
 import re
 from functools import partial

@@ -206,7 +206,6 @@ def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tm
         else:
             model = chain()
             model.load_state_dict(first.state_dict(), assign=True)
-            # `assign=True` gives the model detached tensors, which require no gradient.
             model.requires_grad_(True)
     kept = model[1].weight.data
     refused(model, sgd(model), tmp_path / "second", r"1\.weight shares memory")

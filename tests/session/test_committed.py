@@ -184,7 +184,7 @@ def test_a_rejected_resume_leaves_the_buffers_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("existing", ["refuse", "resume", "previous"])
 def test_a_call_that_fails_when_it_reserves_the_log_changes_nothing(tmp_path, monkeypatch, existing):
-    """The log is reserved last. If that fails, the model has its parameters, and the call can be repeated."""
+    """offload() reserves the log before it offloads the parameters. If this fails, the call can be repeated."""
     if existing != "refuse":
         trained, optimizer = offloaded(tmp_path / "s", normed())
         step(trained, optimizer)
@@ -313,7 +313,8 @@ def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_pa
         assert scale.state() == before
         optimizer.zero_grad()
         edited(model, optimizer)
-        # `blocks` counts the edits since the last step; a Trainer's resume repeats these edits.
+        # `blocks` counts the edits since the last step. After a resume, a Trainer's program repeats these edits, and
+        # memascend drops as many.
         assert optimizer._session.run.resources.store.hyperparameters["blocks"] == 2
         step(model, optimizer)
         assert scale.state() != before
