@@ -42,7 +42,7 @@ def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
     with pytest.raises(StorageError, match="has 2 devices, and 1 were given"):
         engine.Store.open(paths[0])
     made([tmp_path / "three", tmp_path / "four"]).close()
-    with pytest.raises(StorageError, match="another store") as error:
+    with pytest.raises(StorageError, match="belong to different stores") as error:
         engine.Store.open([paths[0], tmp_path / "four"])
     assert error.value.path == str(tmp_path / "four")
     with engine.Store.open(paths) as store:
