@@ -560,10 +560,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
     torch.manual_seed(0)
     values = {"embed.weight": torch.randn(WIDTH, 16).bfloat16()}
     for layer in range(2):
-        values |= {
-            f"layers.{layer}.weight": torch.randn(16, 16).bfloat16(),
-            f"layers.{layer}.bias": torch.zeros(16).bfloat16(),
-        }
+        values[f"layers.{layer}.weight"] = torch.randn(16, 16).bfloat16()
+        values[f"layers.{layer}.bias"] = torch.zeros(16).bfloat16()
     save_file(values, tmp_path / "weights.safetensors")
     values_bytes = values["embed.weight"].nbytes
     for step in ("save", "load"):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from parity.harness import same
 from parity.loops import failing
-from parity.machine_calls import CHANGES, FUSE, KEPT, READS, WRITES
+from parity.machine_calls import CHANGES, EDITS, FUSE, KEPT, READS, WRITES
 from parity.machine_twins import Plain, lives, one_or_list, opened, setups
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -39,8 +39,6 @@ SEEDS = st.integers(0, 5)
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
 NAMES = st.sampled_from(sorted(CHANGES))
-# The ways to edit weights between steps.
-DOORS = ("materialized", "replaced", "edit", "load_state_dict")
 
 
 class Machine(RuleBasedStateMachine):
@@ -513,7 +511,7 @@ class Machine(RuleBasedStateMachine):
         then=st.sampled_from(("forward", "read", "save")),
         seed=SEEDS,
     )
-    def write_past_the_doors(self, number, how, then, seed):
+    def write_in_a_forbidden_way(self, number, how, then, seed):
         """Writes to a weight in a forbidden way: the write or the next use must raise.
 
         The weight must keep its values.
@@ -536,9 +534,9 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.optimizer.save(self.folder / "refused")
 
-    @rule(door=st.sampled_from(DOORS), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
-    def edit(self, door, every, factor):
-        """Edits weights by one of the ways in `DOORS`.
+    @rule(how=st.sampled_from(sorted(EDITS)), every=st.integers(1, 4), factor=st.sampled_from((0.5, 1.0)))
+    def edit(self, how, every, factor):
+        """Edits weights by one of the ways in `EDITS`.
 
         The factor 1 changes no bit, so master weights must not change.
         """
@@ -548,32 +546,14 @@ class Machine(RuleBasedStateMachine):
         changes = [name for name, p in named if name in self.kept and not same(p.detach(), values[name])]
         if changes and not mixes:
             with pytest.raises(UsageError, match=f"{min(changes)}.* holds a view"):
-                self._write(door, values)
-            self.seen["a view was kept before a door"] += 1
+                EDITS[how](self.model, self.optimizer, values)
+            self.seen["a view was kept before an edit"] += 1
         self.kept.clear()
         with pytest.raises(UsageError, match="a step is staged") if mixes else contextlib.nullcontext():
-            self._write(door, values)
+            EDITS[how](self.model, self.optimizer, values)
         if not mixes:
             self.plain.write({p: values[name] for name, p in named})
             self._note_commit()
-
-    def _write(self, door, values):
-        if door == "materialized":
-            with memascend.materialized(self.model, modify=True), torch.no_grad():
-                for name, value in values.items():
-                    self.model.get_parameter(name).copy_(value)
-        elif door == "replaced":
-            with memascend.materialized(self.model, modify=True):
-                others = {self.model.get_parameter(name): torch.nn.Parameter(value) for name, value in values.items()}
-                for module in self.model.modules():
-                    for name, own in list(module.named_parameters(recurse=False)):
-                        setattr(module, name, others.get(own, own))
-        elif door == "edit":
-            with self.optimizer.edit([self.model.get_parameter(name) for name in values]) as given:
-                for own, value in zip(given, values.values(), strict=True):
-                    own.copy_(value)
-        else:
-            self.model.load_state_dict(values, strict=False)
 
     # --- ends and resumes ------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Defines how the rules of the state machine change gradients and use weights, and how they make engine calls fail."""
+"""Defines how the state machine changes gradients, reads and edits weights, and makes engine calls fail."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import memascend
 from memascend import StorageError
 from memascend.engine import Engine
 
@@ -171,3 +172,32 @@ COPIES = {
     "graph's view in place": torch.enable_grad()(lambda p: torch.no_grad()(p.view(-1).add_)(1)),
 }
 WRITES = {name: torch.no_grad()(write) for name, write in (AT_ONCE | COPIES).items()}
+
+
+def _edit_materialized(model, _optimizer, values):
+    with memascend.materialized(model, modify=True), torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def _edit_replaced(model, _optimizer, values):
+    with memascend.materialized(model, modify=True):
+        others = {model.get_parameter(name): torch.nn.Parameter(value) for name, value in values.items()}
+        for module in model.modules():
+            for name, own in list(module.named_parameters(recurse=False)):
+                setattr(module, name, others.get(own, own))
+
+
+def _edit_by_optimizer(model, optimizer, values):
+    with optimizer.edit([model.get_parameter(name) for name in values]) as given:
+        for own, value in zip(given, values.values(), strict=True):
+            own.copy_(value)
+
+
+# Functions that set weights between steps in a permitted way. `values` maps names of parameters to new values.
+EDITS = {
+    "materialized": _edit_materialized,
+    "replaced": _edit_replaced,
+    "edit": _edit_by_optimizer,
+    "load_state_dict": lambda model, _optimizer, values: model.load_state_dict(values, strict=False),
+}

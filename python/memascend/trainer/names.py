@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint as last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint
 
 from memascend.errors import ConfigError
 
-__all__ = ["ExportableState", "PreTrainedModel", "last_checkpoint", "transformers_trainer"]
+__all__ = ["ExportableState", "PreTrainedModel", "is_newest_checkpoint", "newest_checkpoint", "transformers_trainer"]
 
 _TRIED = "transformers 5.6 to 5.23, accelerate 1.11 to 1.15, TRL 0.24 to 1.16"
 # Methods that the Trainer must have. `Resume` replaces all of them except `_inner_training_loop` on the Trainer object.
@@ -82,6 +83,20 @@ def require_loader() -> tuple[type[Any], Any]:
     except ImportError as error:
         raise _untried(str(error)) from error
     return LoadStateDictInfo, build_glob_alternation
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """Returns the newest checkpoint of a Trainer in a folder; None if the folder has no checkpoint."""
+    # get_last_checkpoint() has no annotations.
+    last: Any = get_last_checkpoint
+    found = last(folder) if Path(folder).is_dir() else None
+    return None if found is None else Path(found)
+
+
+def is_newest_checkpoint(checkpoint: str | Path) -> bool:
+    """True if a checkpoint is the newest checkpoint in its parent folder."""
+    newest = newest_checkpoint(Path(checkpoint).parent)
+    return newest is not None and newest.resolve() == Path(checkpoint).resolve()
 
 
 def _untried(what: str) -> ConfigError:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,14 +204,14 @@ class Resume:
         At a resume, accepts the newest checkpoint if it has an earlier step of the store's training, because the store
         may have committed more steps after this checkpoint. Also accepts a folder without checkpoints.
         """
-        found: Any = _newest(str(self._trainer.args.output_dir)) if folder is True else folder
+        found: Any = names.newest_checkpoint(self._trainer.args.output_dir) if folder is True else folder
         metadata = self._session.run.metadata
         identity = None if found is None else identity_of(Path(found))
         if metadata.is_at(identity):
             return
         if self._kept is not None:
             here = metadata.identity()
-            is_newest = found is None or _is_newest(found)
+            is_newest = found is None or names.is_newest_checkpoint(found)
             is_before = identity is not None and identity["store"] == here["store"] and identity["step"] < here["step"]
             if is_newest and (found is None or is_before):
                 _log.warning(
@@ -647,15 +646,3 @@ class Resume:
                     # to the shards.
                     module.reshard()
             set_model_state_dict(trainer.model, values, options=StateDictOptions(full_state_dict=True, strict=False))
-
-
-def _newest(folder: str) -> Any:
-    """Returns the newest checkpoint in a folder; None if the folder has no checkpoint."""
-    last: Any = names.last_checkpoint
-    return last(folder) if Path(folder).is_dir() else None
-
-
-def _is_newest(checkpoint: Any) -> bool:
-    """True if a checkpoint is the newest checkpoint in its parent folder."""
-    newest = _newest(str(Path(checkpoint).parent))
-    return newest is not None and os.path.realpath(newest) == os.path.realpath(checkpoint)

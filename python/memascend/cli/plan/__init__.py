@@ -255,14 +255,32 @@ def _shape_of(options: argparse.Namespace, subject: Subject) -> tuple[int, int]:
 def _fit(options: argparse.Namespace, question: Question) -> int:
     """Prints the largest batches that fit (`--fit`). Returns exit code 1 if no batch fits, else 0."""
     from memascend.cli.plan import text
-    from memascend.cli.plan.answer import described_fit, find
+    from memascend.cli.plan.answer import find
 
     found = find(question, options.length)
     if options.json:
-        print(json.dumps([described_fit(*one) for one in found], indent=2))
+        print(json.dumps([_fit_values(*one) for one in found], indent=2))
     else:
         print(text.fitting(found))
     return int(all(answer.problems for _, answer in found))
+
+
+def _fit_values(question: Question, found: Answer) -> dict[str, Any]:
+    """Returns the JSON value that `--fit --json` prints for a batch that was tried."""
+    from memascend.cli.plan.answer import described
+
+    return {
+        "state": question.options.state,
+        "batch": question.sequences,
+        "length": question.length,
+        "fits": not found.problems,
+        "problems": list(found.problems),
+        "device_bytes": found.device_bytes,
+        "host_bytes": found.host_bytes,
+        "disk_bytes": found.plan.disk_bytes,
+        "log_bytes": found.plan.log_bytes,
+        **described(found),
+    }
 
 
 def _values(options: argparse.Namespace, question: Question, found: Answer) -> dict[str, Any]:

@@ -636,19 +636,3 @@ def _largest(question: Question) -> Question:
     # Bisect, because each trace takes seconds. If a micro-batch fits, all smaller micro-batches fit.
     fits = bisect_left(larger, True, key=lambda one: bool(answer(one).problems))
     return larger[fits - 1] if fits else question
-
-
-def described_fit(question: Question, found: Answer) -> dict[str, Any]:
-    """Returns the batch of `question`, and its answer `found`, as JSON values."""
-    return {
-        "state": question.options.state,
-        "batch": question.sequences,
-        "length": question.length,
-        "fits": not found.problems,
-        "problems": list(found.problems),
-        "device_bytes": found.device_bytes,
-        "host_bytes": found.host_bytes,
-        "disk_bytes": found.plan.disk_bytes,
-        "log_bytes": found.plan.log_bytes,
-        **described(found),
-    }
