@@ -82,6 +82,8 @@ def main() -> None:
         serve((_TrainersWorker if "trainer" in work else _Worker)(work).turn)
         return
     found = _kept(options.write)
+    if options.show and not found:
+        parser.error("--show needs results: pass --write with the folder in which an earlier run wrote accumulate.json")
     if not options.show:
         from benchmarks.machine import described
 

@@ -246,12 +246,12 @@ def _result(
         result[f"{what}_seconds"] = statistics.median(times)
         ratios = [took / update for took, update in zip(times, seconds["update"], strict=True)]
         if what != "update":
-            result[f"update_over_{what}"] = statistics.median(ratios)
+            result[f"{what}_over_update"] = statistics.median(ratios)
         if what in ("update", "pure"):
             result[f"{what}_gb_per_second"] = subject.nbytes / result[f"{what}_seconds"] / 1e9
     held = staging + info["index_bytes"] + info["buffer_bytes"]
     return result | {
-        "commit_share": result.pop("update_over_commit"),
+        "commit_share": result.pop("commit_over_update"),
         "staging_bytes": staging,
         "held_bytes": held,
         "index_bytes": info["index_bytes"],
@@ -312,7 +312,7 @@ def shown(result: dict[str, Any]) -> str:
             title,
             seconds_shown(result[f"{what}_seconds"]),
             f"{result['bytes'] / result[f'{what}_seconds'] / 1e9:.2f}",
-            f"{result.get(f'update_over_{what}', 1):.2f}",
+            f"{result.get(f'{what}_over_update', 1):.2f}",
         )
         for what, title in _ROWS
         if f"{what}_seconds" in result

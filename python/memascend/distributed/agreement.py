@@ -23,7 +23,10 @@ _IDENTITY_BYTES = 16
 # Advice in errors about replicas whose values differ at the first commit.
 _OTHER_VALUES = "these are the first values of the run: give all ranks the same seed or the same files"
 # Advice in errors about a commit that only some ranks may have.
-_UNKNOWN = "some ranks may have the step: start all ranks again, and the run resumes at the last step that all have"
+_UNKNOWN = (
+    'some ranks may have the step: start all ranks again with existing="resume", to continue after the last step that '
+    "all ranks have"
+)
 
 
 @dataclass(eq=False)

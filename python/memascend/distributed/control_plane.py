@@ -275,8 +275,8 @@ class Exchange:
         """Ends the exchange: later calls that exchange messages raise `broken`."""
         if self.broken is None:
             self.broken = RankError(
-                "the run ended on all ranks, and no rank commits again: start all ranks again, and the run resumes at "
-                f"the last step that all ranks have ({why})",
+                "the run ended on all ranks, and no rank commits again: start all ranks again with "
+                f'existing="resume", to continue after the last step that all ranks have ({why})',
                 ranks=() if self.failure is None else self.failure.ranks,
             )
 
@@ -369,7 +369,7 @@ class Exchange:
         reasons = "; ".join(f"{rank}: {words}" for rank, words in sorted({**why, **because}.items()))
         self.broken = RankError(
             f"{named} ({own.about or own.value}): the run ended on all ranks, and no rank commits again; start all "
-            f"ranks again, and the run resumes at the last step that all ranks have ({reasons})",
+            f'ranks again with existing="resume", to continue after the last step that all ranks have ({reasons})',
             ranks=ranks,
         )
         raise self.broken
