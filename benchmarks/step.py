@@ -1,11 +1,12 @@
-"""Measures the seconds, the memory and the SSD bytes of a training step that memascend offloads.
+"""Measures the seconds, the memory and the SSD bytes of a training step with memascend.
 
-The step is compared with the same step in RAM, and with a lower bound. Each case trains in a separate process. The
-processes take turns, so that a change of the machine's speed affects all cases.
+The case "in RAM" makes the same step without memascend. If it is measured, the other cases are compared with it and
+with a lower bound. Each case trains in a separate process. The processes take turns, so that a change of the machine's
+speed affects all cases.
 
-The bound is the time of a step whose computation and disk transfers overlap without loss. It uses the computation time
-that was measured in RAM, the bytes of the plan, and the bandwidth that memascend reaches on the same disk in the same
-run.
+The bound is the time of a step whose disk transfers overlap its computation wherever their order allows. It uses the
+computation time that was measured in RAM, the bytes of the plan, and the bandwidth that memascend reaches on the same
+disk in the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CASES = {
     "smallest": {"gradients": "fused", "host_memory": "smallest"},
 }
 # Cases with budgets from the default budget to a budget that keeps all records in RAM. The number in `host_memory` is
-# the percentage of parameters that are kept in RAM.
+# the `percent` of `held_budget`.
 _HELD = {
     **{f"held {part}%": {"gradients": "fused", "host_memory": part} for part in (0, 20, 40, 50, 60, 80, 100)},
     "held 100%, none": {"gradients": "fused", "host_memory": 100, "durability": "none"},
@@ -43,17 +44,20 @@ _ALL = _CASES | _HELD | _STATES
 # weights. `_NONE_HELD` is memascend without records kept in RAM. `_FP32` is memascend with fp32 moments.
 _RAM, _NONE_HELD, _FP32 = "in RAM", "held 0%", "fused"
 _WARM_STEPS = 2
-# The bytes of a store for each bf16 parameter.
+# The bytes of a store for each bf16 parameter whose moments are fp32.
 _SLOTS_BYTES = 26
 
 
 def main() -> None:
-    """Measures every workload and prints a table for each workload."""
+    """Measures every workload; prints a table for each, or JSON. With --work, runs as the process of one case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=_SHAPES, default="125M")
     parser.add_argument("--tokens", nargs="+", default=["1x128", "4x512"], metavar="BATCHxLENGTH")
     parser.add_argument(
-        "--cases", nargs="+", choices=_ALL, help='default: all but "held" and "state"; above 1000 tokens: two'
+        "--cases",
+        nargs="+",
+        choices=_ALL,
+        help='default: all but "held" and "state"; above 1000 tokens: "in RAM", "fused"',
     )
     parser.add_argument("--held", action="store_true", help='all "held" cases, and the case "in RAM"')
     parser.add_argument("--rounds", type=int, default=3, help="number of turns of each process")
@@ -86,7 +90,7 @@ def main() -> None:
 
 @dataclass
 class _Case:
-    """The process of a case, its answer at the start, and its answers after each turn."""
+    """The process of a case, its answer at the start, and its answer after each turn."""
 
     process: Process
     started: dict[str, Any]
@@ -94,7 +98,7 @@ class _Case:
 
 
 class _Workload:
-    """Measures all cases. All cases have the same number of tokens in a step."""
+    """Measures the chosen cases. A step of each case has the same batch, of the shape `tokens` (BATCHxLENGTH)."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, tokens: str) -> None:
         self.options, self.folder, self.tokens = options, folder, tokens
@@ -149,9 +153,9 @@ class _Workload:
         return _Case(process, process.ask(begin=True))
 
     def _bandwidth(self, pattern: Any) -> float:
-        """Returns the GB/s of memascend's engine for a pattern of access.
+        """Returns the GB/s at which memascend's I/O transfers `store_bytes` bytes. `pattern` is "read" or "mixed".
 
-        The file has the size of a store. The number of buffers is the same as in an update.
+        The file has `store_bytes` bytes. The number of buffers is the same as for updates with the default budget.
         """
         from memascend import nvme
         from memascend.cli.storage import blocks, transfer
@@ -166,9 +170,10 @@ class _Workload:
 
 
 def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
-    """Returns the medians of a case over all turns.
+    """Returns the median seconds of a case over all turns, together with its answers at the start and at the end.
 
-    The first step of each turn is not counted, because the disk had time to finish its writes before this step.
+    If turns have several steps, the first step of each turn is not counted, because the disk had time to finish its
+    writes before this step.
     """
     parts: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "update": []}
     for turn in case.turns:
@@ -185,7 +190,10 @@ def _summary(case: _Case, ended: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(name: str, case: dict[str, Any], ram: dict[str, Any] | None, bandwidth: dict[str, float]) -> None:
-    """Adds to `case` its bound, its ratio to the bound, and its ratios to the case in RAM."""
+    """Adds to `case` its bound, its ratio to the bound, and its ratios to `ram`, the case in RAM.
+
+    Adds nothing if `ram` is None, or if `case` is the case in RAM.
+    """
     if ram is None or name == _RAM:
         return
     from benchmarks.train.judge import bound
@@ -243,7 +251,7 @@ def _planned(case: dict[str, Any]) -> str:
 
 
 class _Worker:
-    """Trains one case. Makes steps when the main process asks for steps."""
+    """Trains one case. `serve` calls `answer` for each question of the main process."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.work = work
@@ -292,7 +300,7 @@ class _Worker:
                 "written": plan.written_bytes,
             }
         self.model = model
-        # Resets the memory peak of the process. The peak of training must not include the peak of making the model.
+        # The peak of training must not include the peak of making and offloading the model.
         process.restart_peak()
         self.baseline = baseline
         self._turn(_WARM_STEPS)

@@ -16,9 +16,13 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
-    """Limits the I/O of this process and its children on the disk of `folder` while the context is open.
+    """Limits the I/O of this process on the disk of `folder` while the context is open.
 
+    The limits also apply to processes that this process starts in the context. End them before the context.
     `read` and `write` are in bytes a second. The kernel does not throttle reads that the page cache serves.
+
+    Raises:
+        SystemExit: the kernel cannot limit the I/O of the folder's disk, or this process has no right to set a limit.
     """
     device = _device(folder)
     first = _GROUPS / "blkio"
@@ -41,7 +45,8 @@ def throttled(folder: Path, read: float, write: float) -> Iterator[None]:
         if group.is_dir():
             group.rmdir()
         raise SystemExit(
-            f"could not throttle the drive: run as root, on a kernel that limits block I/O in cgroups: {error}"
+            f"could not throttle the drive: {error}; run as root, where cgroups can limit block I/O (in cgroup "
+            "version 2, /sys/fs/cgroup/cgroup.subtree_control must list io)"
         ) from error
     try:
         yield
@@ -60,13 +65,19 @@ def _own_group(controller: str) -> str:
 
 
 def _device(folder: Path) -> str:
-    """Returns the MAJOR:MINOR of the whole disk that has a folder.
+    """Returns the MAJOR:MINOR of the whole disk that has `folder`.
 
     The kernel does not limit the I/O of single partitions.
+
+    Raises:
+        SystemExit: /sys/dev/block has no device for the file system of `folder`.
     """
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     if not device.exists():
-        raise SystemExit(f"{folder} is not on a disk that can be throttled: choose another folder with --storage")
+        raise SystemExit(
+            f"could not find the disk of {folder}: choose with --storage a folder whose file system is on one disk, "
+            "such as ext4 or xfs"
+        )
     whole = device.parent if (device / "partition").exists() else device
     return (whole / "dev").read_text().strip()

@@ -24,7 +24,8 @@ from benchmarks.turns import at_work
 
 _CASES = ("one line", "no position", "by hand")
 # The position contains the Trainer's log. So the benchmark also measures the position with longer logs. `_LINES` has
-# the numbers of lines of these logs, and each log is measured `_TAKEN` times.
+# the numbers of lines that the benchmark adds to the log. With each number, the benchmark takes the position `_TAKEN`
+# times, and does not count the first time.
 _LINES = (100, 1_000, 10_000)
 _TAKEN = 5
 _WARM_STEPS = 6
@@ -32,12 +33,12 @@ _ROWS = 4_096
 
 
 def main() -> None:
-    """Measures all cases and prints a table."""
+    """Measures all cases and prints the results. With --work, trains one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--length", type=int, default=32, help="tokens in a step")
     parser.add_argument("--rounds", type=int, default=5, help="number of turns of each process")
-    parser.add_argument("--steps", type=int, default=4, help="number of steps in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="number of measured steps in a turn")
     parser.add_argument("--storage", default=".", help="a folder on the disk to measure")
     parser.add_argument("--write", metavar="FOLDER", type=Path, help="also write trainer.txt and trainer.json there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -184,14 +185,15 @@ class _Positions:
 def _turns(positions: _Positions) -> Any:
     """Returns a callback that answers the questions of the main process.
 
-    For each question, the Trainer makes the number of steps that the question asks for.
+    A question has "steps" or "lines". For "steps", the Trainer makes one step that is not counted, and then this number
+    of steps. For "lines", the callback takes the position with this number of lines added to the log.
     """
     import transformers
 
     class Turns(transformers.TrainerCallback):
-        """Reads a question from standard input before the first step of a turn.
+        """Reads questions from standard input, and prints an answer to each of them.
 
-        Prints the answer after the last step.
+        A turn begins with a question that asks for steps. The answer follows after the last of these steps.
         """
 
         def __init__(self) -> None:
@@ -212,17 +214,15 @@ def _turns(positions: _Positions) -> Any:
             self._began = time.perf_counter()
 
         def _answer(self) -> None:
-            # The first step of a turn is not counted, because the disk may still write for another case.
+            # The first step of a turn is not counted, because the disk may still write for another case. The first
+            # position with a long log is not counted, either.
             counted = {"seconds": self._seconds[1:], "positions": positions.seconds[1:], "bytes": positions.bytes}
             print(json.dumps(counted), flush=True)
             self._seconds.clear()
             positions.seconds.clear()
 
         def _wait(self, state: Any) -> None:
-            """Waits for a question that asks for steps.
-
-            Until then, answers questions that ask for the position with a long log.
-            """
+            """Waits for a question that has "steps". Until then, answers questions that have "lines"."""
             while True:
                 question = json.loads(sys.stdin.readline())
                 if "steps" in question:

@@ -1,6 +1,6 @@
-"""Runs each case in a separate process.
+"""Runs each case of a benchmark in a separate process.
 
-The processes take turns, so that changes of the machine's speed affect all cases.
+The benchmark asks the processes in turn, so that changes of the machine's speed affect all cases.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ class Process:
     """The process of a case. It answers each question with one line of JSON."""
 
     def __init__(self, module: str, work: dict[str, Any]) -> None:
-        """Starts `python -m benchmarks.MODULE --work JSON`. This program calls `serve`."""
+        """Starts `python -m benchmarks.MODULE --work JSON`. This program must answer questions, as `serve` does."""
         words = [sys.executable, "-m", f"benchmarks.{module}", "--work", json.dumps(work)]
         self._peer = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, **question: Any) -> dict[str, Any]:
-        """Sends a question to the process; returns the answer. Raises SystemExit if the process has ended."""
+        """Sends a question to the process; returns the answer.
+
+        Raises:
+            SystemExit: the process ended before it answered.
+        """
         assert self._peer.stdin is not None
         assert self._peer.stdout is not None
         print(json.dumps(question), file=self._peer.stdin, flush=True)
@@ -32,7 +36,10 @@ class Process:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise SystemExit("the process of a case failed; its error is above")
+        raise SystemExit(
+            "the process of a case ended without an answer: its error is above; without an error, the kernel may have "
+            "killed it because memory ran out"
+        )
 
     def end(self) -> None:
         """Kills the process."""

@@ -2,8 +2,9 @@
 
 Exits with 1 if it found a fault.
 
-Faults are raw markup, missing headings, dead links and anchors, pictures without alternative text, pictures that are
-wider than their column, and files that a page fetches from other hosts. Links to the repository are checked, too.
+Faults are missing pages, raw markup, headings that differ from the source, links to missing files and anchors of the
+site or to missing files of the repository, missing pictures, pictures without alternative text, pictures that are too
+wide, and files that a page fetches from other hosts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
 
 
 class Page(HTMLParser):
-    """The anchors, links and pictures of a page, and the headings, code and prose of its article."""
+    """The anchors, links, pictures and fetched files of a page, and the headings, code and prose of its article."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collects the anchors, links, pictures and fetched files of a tag."""
+        """Collects the anchors, links, pictures and fetched files of a tag; begins headings and lines of text."""
         told = {name: value or "" for name, value in attrs}
         self.anchors.update(told[name] for name in ("id", "name") if name in told)
         if tag == "a" and "href" in told:
@@ -74,7 +75,10 @@ class Page(HTMLParser):
                 pass
 
     def handle_data(self, data: str) -> None:
-        """Adds `data` to the headings, the code or the prose of the article."""
+        """Adds `data` to the code or the prose of the article, and to the last heading if `data` is part of it.
+
+        Ignores scripts, styles, and data outside the article.
+        """
         if not self._inside("article") or self._inside("script", "style"):
             return
         classes = [name for _, name in self._open]
@@ -94,14 +98,14 @@ class Page(HTMLParser):
 
 
 def headings(markdown: str) -> list[str]:
-    """Returns the headings of a Markdown page outside of fences, without their markup."""
+    """Returns the headings of a Markdown page, without their markup. Ignores fenced code."""
     text = re.sub(r"^( *)(```|~~~).*?^\1\2`*$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
     return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").replace("*", "") for title in titles]
 
 
 def faults_of_text(page: Page, source: Path) -> list[str]:
-    """Returns faults: raw markup, and headings that differ from the headings in the Markdown source."""
+    """Returns faults: raw markup, and the first heading that differs from the Markdown source."""
     found = [f"shows raw markup: {text!r}" for text in sorted({match[0] for match in _RAW.finditer(page.prose)})]
     found += [f"shows a raw fence: {text!r}" for text in sorted(set(_FENCE.findall(page.code)))]
     shown = [" ".join(title.split()) for title in page.headings]
@@ -113,7 +117,10 @@ def faults_of_text(page: Page, source: Path) -> list[str]:
 
 
 def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
-    """Returns faults: links whose target file or anchor does not exist on the site or in the repository."""
+    """Returns faults: links to files that do not exist on the site or in the repository.
+
+    Links to anchors that a page of the site does not have are faults, too. Does not check other links.
+    """
     found = []
     for link in page.links:
         where = urlsplit(link)
@@ -131,7 +138,10 @@ def faults_of_links(page: Page, pages: dict[Path, Page]) -> list[str]:
 
 
 def faults_of_pictures(page: Page) -> list[str]:
-    """Returns faults: pictures that have no alternative text, have a size in the page, are missing, or are too wide."""
+    """Returns faults: pictures that have no alternative text, have a size in the page, or are missing.
+
+    An SVG picture that is wider than `WIDEST_DRAWING` is a fault, too.
+    """
     found = []
     for picture in page.pictures:
         name = picture.get("src", "")
@@ -139,16 +149,16 @@ def faults_of_pictures(page: Page) -> list[str]:
         if not picture.get("alt"):
             found.append(f"shows {name} without alternative text")
         if {"width", "height", "style"} & picture.keys():
-            found.append(f"sets a size for {name}, which may be wider than the column")
+            found.append(f"sets a size for {name}, so the picture may be wider than its column")
         if not path.is_file():
-            found.append(f"shows {name}, which does not exist")
+            found.append(f"shows {name}, which is not a file of the site")
         elif path.suffix == ".svg" and int(re.search(r'\bwidth="(\d+)"', path.read_text())[1]) > WIDEST_DRAWING:  # type: ignore[index]
-            found.append(f"shows {name}, whose letters are too small on a phone")
+            found.append(f"shows {name}, which is so wide that its letters are too small on a phone")
     return found
 
 
 def faults_of_styles() -> list[str]:
-    """Returns faults: style rules that let a picture be wider than its column."""
+    """Returns faults: no rule limits pictures to their column, or a rule of site.css sets the width of pictures."""
     sheets = {path: path.read_text(encoding="utf-8") for path in SITE.rglob("*.css")}
     found = []
     if not any(re.search(r"\.md-typeset img\b[^{}]*\{[^}]*max-width:100%", sheet) for sheet in sheets.values()):
@@ -163,12 +173,16 @@ def faults_of_styles() -> list[str]:
 
 
 def check() -> list[str]:
-    """Returns every fault of the site, with the name of the page that has the fault."""
+    """Returns every fault of the site. A fault of a page begins with the path of the page."""
     pages = {path: Page(path) for path in sorted(SITE.rglob("*.html"))}
     found = faults_of_styles()
     for path, page in pages.items():
         faults = faults_of_links(page, pages) + faults_of_pictures(page)
-        faults += [f"fetches {link}" for link in page.fetched if urlsplit(link).netloc and "canonical" not in link]
+        faults += [
+            f"fetches {link} from another host"
+            for link in page.fetched
+            if urlsplit(link).netloc and "canonical" not in link
+        ]
         found += [f"{path.relative_to(SITE)} {fault}" for fault in faults]
     for source in sorted(DOCS.glob("*.md")):
         made = SITE / "index.html" if source.stem == "index" else SITE / source.stem / "index.html"

@@ -1,8 +1,8 @@
 """Makes the documentation site with Zensical: `python docs/make_site.py` writes target/site.
 
-`copy_pages()` copies pages, pictures and llms.txt. In the copies, it replaces links to files outside docs/ by links to
-the repository. Zensical converts the pages to HTML. `finish()` adds line breaks to names in code, and removes requests
-to GitHub.
+`copy_pages()` copies pages, pictures and llms.txt. In the copied pages, it replaces links to files outside docs/ with
+links to the repository. Zensical converts the pages to HTML. `finish()` sets where a browser may break code into lines,
+and removes the attribute that makes a page request data from GitHub.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _JOINT = re.compile(r"(?<=[\w)\]])[._=,/(]+(?=[A-Za-z&{])")
 
 
 def copy_pages() -> None:
-    """Copies pages, drawings, pictures and the style sheet to target/pages, where Zensical reads them."""
+    """Copies pages, drawings, pictures, the style sheet and llms.txt to target/pages, where Zensical reads them.
+
+    First deletes target/pages and target/site.
+    """
     for folder in (PAGES, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     PAGES.mkdir(parents=True)
@@ -43,20 +46,23 @@ def copy_pages() -> None:
 
 
 def finish(html: str) -> str:
-    """Prevents line breaks in options, allows line breaks in long names in tables, and removes a request to GitHub."""
+    """Prevents line breaks in options, allows line breaks in code in tables, and prevents a request to GitHub.
+
+    A page requests data from GitHub if an element has the attribute that this function removes.
+    """
     html = _in_code(_OPTION, r'<span class="option">\g<0></span>', html)
     html = _CELL.sub(lambda cell: _in_code(_JOINT, r"\g<0><wbr>", cell[0]), html)
     return html.replace('data-md-component="source"', "")
 
 
 def _in_code(pattern: re.Pattern[str], put: str, html: str) -> str:
-    """Replaces matches of `pattern` by `put` in the text of `<code>` elements."""
+    """Replaces matches of `pattern` with `put` in the text of `<code>` elements."""
     return _CODE.sub(lambda code: _TEXT.sub(lambda text: pattern.sub(put, text[0]), code[0]), html)
 
 
 if __name__ == "__main__":
     copy_pages()
-    # `--clean` deletes the cache of an earlier build, because it may have older docstrings.
+    # `--clean` deletes the cache of an earlier build, because the cache may have older docstrings.
     build = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
     if subprocess.run(build, cwd=ROOT, check=False).returncode:
         sys.exit(1)

@@ -1,11 +1,11 @@
-"""Fine-tunes a model on conversations in a plain loop, with the same method as `memascend train`.
+"""Fine-tunes a model on conversations in a plain PyTorch loop, without a Trainer.
 
     python examples/small_model.py small
     python examples/finetune.py --model small/model --data small/data/messages.jsonl --output tuned --storage state
 
 offload() streams the weights from the model's files to storage, one parameter at a time. You can kill the script while
-it trains, and start it again: the training continues at the next step. The result has the same bits as without the
-kill.
+it trains, and start it again: the training continues at the next step. The result is bit-identical to that of a run
+that was not killed.
 """
 
 import argparse
@@ -20,15 +20,17 @@ import memascend
 
 
 def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int) -> tuple[list[int], list[int]]:
-    """Returns the token ids and labels of a conversation.
+    """Returns the first `length` token ids of a conversation, and their labels.
 
-    The last message must be the assistant's. Only this message has labels, so only this message contributes to the
-    loss.
+    The last message must be the assistant's. Only this message contributes to the loss: all other labels are -100.
     """
     before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if messages[-1]["role"] != "assistant" or not whole.startswith(before):
-        raise SystemExit("this script supports neither these conversations nor this template: use `memascend train`")
+        raise SystemExit(
+            "the last message of a conversation is not the assistant's, or the chat template changes earlier messages: "
+            "use `memascend train`, which supports more conversations and templates"
+        )
     tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     ids = tokens["input_ids"][:length]
     ends = [end for _, end in tokens["offset_mapping"]]
@@ -50,7 +52,7 @@ def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> di
 
 
 def main() -> None:
-    """Trains a model. If the storage already has the state of a training, resumes this training."""
+    """Trains a model. If the storage already has a training run, resumes this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="JSON lines with `messages`")
@@ -82,8 +84,9 @@ def main() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
-    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
+    # Turn on activation checkpointing: autograd saves only the inputs of each block, and the backward computes the
+    # block's other activations again when it reaches the block. Before 5.23, transformers called this method
+    # gradient_checkpointing_enable().
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
     model, optimizer = memascend.offload(
@@ -97,8 +100,8 @@ def main() -> None:
         # offload() reads the weights only if the storage has no training state yet.
         weights=options.model,
     )
-    # step() advances the schedule, and a resume restores the schedule. After a resume, continue the data at step
-    # optimizer.steps, the number of committed steps.
+    # optimizer.schedule() restores the schedule after a resume, and makes step() advance the schedule. After a resume,
+    # continue the data at step optimizer.steps, the number of committed steps.
     warmup = math.ceil(0.03 * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))

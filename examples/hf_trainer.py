@@ -3,8 +3,8 @@
     python examples/small_model.py small
     python examples/hf_trainer.py --model small/model --data small/data/text.txt --output trained --storage state
 
-loading() makes the model without its weights. offload() then streams the weights from the model's files to storage, one
-parameter at a time.
+Inside loading(), from_pretrained() makes the model without its weights. offload() then streams the weights from the
+model's files to storage, one parameter at a time.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import memascend.trainer
 
 
 def main() -> None:
-    """Trains a model. If the storage already has the state of a training, resumes this training."""
+    """Trains a model. If the storage already has a training run, resumes this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="a text file")

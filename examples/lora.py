@@ -4,7 +4,7 @@
     python examples/lora.py --model small/model --data small/data/prompts.jsonl --output adapters
 
 offload() streams the weights from the model's files to storage, one parameter at a time. The command `memascend train
---use_peft --lora_r 8` does the same, and also resumes after a kill.
+--use_peft --lora_r 8` also trains adapters, and resumes after a kill.
 """
 
 import argparse
@@ -56,8 +56,9 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
-    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
+    # Turn on activation checkpointing: autograd saves only the inputs of each block, and the backward computes the
+    # block's other activations again when it reaches the block. Before 5.23, transformers called this method
+    # gradient_checkpointing_enable().
     blocks = model.base_model.model
     (getattr(blocks, "activation_checkpointing_enable", None) or blocks.gradient_checkpointing_enable)()
     model.print_trainable_parameters()

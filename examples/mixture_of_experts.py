@@ -3,10 +3,10 @@
     python examples/small_model.py small --kind mixtral
     python examples/mixture_of_experts.py --model small/model --data small/data/text.txt --output tuned --storage state
 
-offload() streams the weights from the model's files to storage. Files on the Hub have one tensor for each expert, but
-the model in transformers has one parameter for all experts of a layer. offload() stacks the tensors of the experts, and
-save_pretrained() separates them again. You can kill the script at any moment, and start it again: the training
-continues at the next step. The result has the same bits as without the kill.
+offload() streams the weights from the model's files to storage. Each expert has its own tensors in the files, but in
+transformers all experts of a layer share parameters. offload() fuses the tensors of the experts, and save_pretrained()
+separates them again. You can kill the script at any moment, and start it again: the training continues at the next
+step. The result is bit-identical to that of a run that was not killed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import memascend
 
 
 def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
-    """Returns the tokens of a text file in rows of equal length."""
+    """Returns the tokens of a text file in rows of `length` tokens. Drops an incomplete last row."""
     text = file.read_text(encoding="utf-8")
     # Encode line by line, because a tokenizer warns about texts that are longer than the model's longest sequence.
     lines = text.splitlines(keepends=True)
@@ -30,7 +30,7 @@ def read(tokenizer: AutoTokenizer, file: Path, length: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Trains a model. If the storage already has the state of a training, resumes this training."""
+    """Trains a model. If the storage already has a training run, resumes this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="a folder with config, safetensors and tokenizer")
     parser.add_argument("--data", required=True, type=Path, help="a text file")
@@ -47,14 +47,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     rows = read(tokenizer, options.data, options.length)
     config = AutoConfig.from_pretrained(options.model)
-    # Add the load-balancing loss. Without this loss, the router would send all tokens to a few experts.
+    # Add the load-balancing loss. Without this loss, the router may send most tokens to a few experts.
     config.output_router_logits = True
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     model.train()
-    # Turn on activation checkpointing: the backward computes each block again, so that the activations of only one
-    # block are in memory at a time. Before 5.23, transformers called this method gradient_checkpointing_enable().
+    # Turn on activation checkpointing: autograd saves only the inputs of each block, and the backward computes the
+    # block's other activations again when it reaches the block. Before 5.23, transformers called this method
+    # gradient_checkpointing_enable().
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     model, optimizer = memascend.offload(

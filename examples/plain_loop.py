@@ -23,7 +23,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, width)
         block = {"nhead": width // 64, "dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
-        # offload() makes each repeated block a unit, and reads one unit at a time.
+        # offload() makes each of these blocks a unit: a group of parameters that are read and evicted together.
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **block) for _ in range(layers))
         self.head = nn.Linear(width, 256)
 
@@ -37,7 +37,10 @@ class Model(nn.Module):
 
 
 def weights_file(storage: Path) -> Path:
-    """Returns the path for the weights: in the storage folder, beside the storage file, or in the current folder."""
+    """Returns the path for the weights: in a storage folder, or beside a storage file.
+
+    For a device, the path is in the current folder.
+    """
     if storage.is_dir():
         return storage / "weights.pt"
     if storage.is_file():
@@ -46,7 +49,7 @@ def weights_file(storage: Path) -> Path:
 
 
 def main() -> None:
-    """Trains a model. If the storage already has the state of a training, resumes this training."""
+    """Trains a model. If the storage already has a training run, resumes this run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", help="a folder, file or NVMe device; without it a temporary file is used")
     parser.add_argument(
@@ -64,7 +67,7 @@ def main() -> None:
     model = Model(options.layers, options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-    # offload() is the one additional line. It moves values, master weights and optimizer state to storage.
+    # offload() is the one additional line. It moves the model's parameters and the optimizer's state to storage.
     model, optimizer = memascend.offload(
         model,
         optimizer,
@@ -72,12 +75,12 @@ def main() -> None:
         host_memory=options.host_memory,
         existing="resume" if options.storage else "refuse",
     )
-    # step() advances the scheduler, and a resume restores the scheduler. After a resume, continue the data at step
-    # optimizer.steps, the number of committed steps. If a resume needs more state, set optimizer.user_state before each
-    # step().
+    # optimizer.schedule() restores the scheduler after a resume, and makes step() advance the scheduler. After a
+    # resume, continue the data at step optimizer.steps, the number of committed steps. If a resume needs more state,
+    # set optimizer.user_state before each step().
     optimizer.schedule(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20)))
     print(optimizer.plan, "\n")
-    # offload() chooses CUDA if the machine has a GPU; offload(device="cpu") chooses the CPU.
+    # offload() chooses CUDA if the machine has a CUDA GPU; offload(device="cpu") chooses the CPU.
     device = next(model.parameters()).device
 
     with optimizer:

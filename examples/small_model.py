@@ -1,11 +1,11 @@
-"""Makes a small model, and training data from the source files of Python's library. Downloads nothing.
+"""Makes a small model, and training data from the source files of Python's standard library. Downloads nothing.
 
     python examples/small_model.py small
 
 `small/model` has the same files as a model from the Hub: config.json, safetensors files with random values, and a
-tokenizer with a chat template. `small/data` has examples of each kind that `memascend train` reads. Every command in
-the README and the docs works with this model and data. `--layers 24 --width 1024` makes a model that is large enough to
-be worth offloading. `--kind mixtral` makes a mixture of experts.
+tokenizer with a chat template. `small/data` has conversations, prompts with completions, and plain texts, which
+`memascend train` reads. The docs have commands for this model and data. `--layers 24 --width 1024` makes a model that
+is large enough to be worth offloading. `--kind mixtral` makes a mixture of experts.
 """
 
 import argparse
@@ -32,9 +32,9 @@ LEARNT_FROM = 25
 
 
 def read_library() -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns the texts of source files.
+    """Returns the texts of source files, and the name and first docstring paragraph of functions and classes.
 
-    Also returns the name and the first paragraph of each documented function and class.
+    Leaves out functions and classes without a docstring, and those in files whose name begins with "_".
     """
     sources, described = [], []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]:
@@ -69,7 +69,7 @@ def make_tokenizer(sources: list[str], vocabulary: int) -> PreTrainedTokenizerFa
 
 
 def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Makes a model with random values, which are the same at each call."""
+    """Makes a model with random values. The same options give the same values."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if options.kind == "mixtral" else {}
     config = KINDS[options.kind](
         vocab_size=len(tokenizer),
@@ -88,7 +88,10 @@ def make_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) 
 
 
 def write_data(folder: Path, sources: list[str], described: list[tuple[str, str]], rows: int) -> None:
-    """Writes a training file and an evaluation file for each kind of example. Every tenth example is for evaluation."""
+    """Writes a training file and an evaluation file for each kind of example. Every tenth example is for evaluation.
+
+    Also writes text.txt, and messages.parquet if pyarrow is installed.
+    """
     kinds = {
         "messages": [
             {

@@ -14,7 +14,10 @@ from memascend.text import Closing
 
 # The interpreter that `make peers` builds.
 ENVIRONMENT = Path(".venv-deepspeed/bin/python")
-MISSING = "DeepSpeed is not installed: run `make peers`, or pass --deepspeed PYTHON, an interpreter that has it"
+MISSING = (
+    "DeepSpeed was not measured. A measurement needs an interpreter that has DeepSpeed: run `make peers`, or pass "
+    "--deepspeed PYTHON. bench_update also needs --state own or --state fp32"
+)
 OPTION_HELP = f"an interpreter that has DeepSpeed (default: {ENVIRONMENT}, which `make peers` builds)"
 
 

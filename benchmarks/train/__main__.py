@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 _SUMMARY = "Compares the time, memory and SSD bytes of training steps with in-memory torch and DeepSpeed."
 
 _PARTS = ("cells", "ablation", "curves", "limits", "reach")
-# The part that draws curves from stored results, and measures nothing.
+# The part that takes curves from stored results, and measures nothing.
 _KEPT = "kept-curves"
 _MIB = 1 << 20
 _REACH_MIB = 3 << 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints. Returns 0, or 1 after an error, or 130 after Ctrl-C. Wrong usage exits with 2."""
+    """Measures and prints. Returns 0; 1 after a `MemascendError` or an `OSError`; 130 after Ctrl-C.
+
+    If argparse rejects the arguments, it exits with 2.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=_SUMMARY)
     _add_arguments(parser)
     try:
@@ -128,7 +131,7 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         work = on_device(WORKLOADS[name], options.device)
         measured[work.name] = judged({system: bench.cell(work, system) for system in systems})
         printed(workload_table(work, measured[work.name]))
-    printed(f"losses are at most {LOSS_TOLERANCE:.0%} from in-memory torch's, at every step\n{notes()}")
+    printed(f"losses, where compared, are within {LOSS_TOLERANCE:.0%} of in-memory torch's at every step\n{notes()}")
     printed(_measured_on(measured))
     if options.picture and not options.curves:
         pictures(Path(options.picture), measured)
@@ -168,9 +171,10 @@ def _reach(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
 
 
 def _curves(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
-    """Prints a table of each curve, and writes a CSV file of each curve to the folder of the results.
+    """Writes a CSV file of each chosen curve to the folder of the results, and passes its table to `printed`.
 
-    With --picture FILE.png, also draws each curve to FILE-NAME.png.
+    With --picture FILE.png, also draws each curve to FILE-NAME.png. Returns the rows of each curve. Skips a curve that
+    has no rows.
     """
     found = {}
     for name in options.curves or CURVES:
@@ -191,7 +195,11 @@ def _print(text: str) -> None:
 
 
 def _ignored(text: str) -> None:
-    """Prints nothing. With --json, standard output must have only the JSON."""
+    """Prints nothing.
+
+    Takes the place of `_print` with --json, when standard output must have only the JSON. Takes the place of `_say` for
+    stored results, because they are not measured.
+    """
 
 
 def _say(text: str) -> None:

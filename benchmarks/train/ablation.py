@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cost", "ablation", "ablation_table", "units"]
 
-# The number of units in memory at the same time: one unit is computed, the next unit is read, and the previous unit is
-# written back.
+# The number of units in memory at the same time: a step computes with one unit, reads the next unit, and writes the
+# previous unit back.
 _WINDOW = 3
 _ROUNDS = 3
 _VALUE_BYTES = 2
@@ -75,7 +75,7 @@ def ablation(work: Workload, storage: Path) -> list[Cost]:
 
 
 def _pinning(instead: str, nbytes: int, other: int) -> Cost:
-    """Measures how long it takes to make a region of `nbytes` bytes, and a region of `other` bytes."""
+    """Measures how long it takes to make and close a region of `nbytes` bytes, and a region of `other` bytes."""
 
     def made(size: int) -> Callable[[], object]:
         return lambda: memory.Region(size, owner="ablation").close()
@@ -94,7 +94,7 @@ def _pinning(instead: str, nbytes: int, other: int) -> Cost:
 def _check(work: Workload) -> Cost:
     """Measures memascend's overflow check and torch's operations on a gradient that is as large as the whole model.
 
-    The bytes are the memory that a check allocates.
+    The bytes are the growth of this process's resident memory during one check.
     """
     import torch
 
@@ -118,8 +118,9 @@ def _check(work: Workload) -> Cost:
 
 
 def _storage(work: Workload, storage: Path) -> Cost:
-    """Measures the I/O of the 16-bit values in a step: in one volume, and in files.
+    """Compares the I/O of a step's 16-bit values in one volume with the same I/O in files.
 
+    Measures the speed of both with the weights of `weight_cases`, and computes the seconds for the workload's values.
     The bytes are the memory that the page cache needs for the files.
     """
     with tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-ablation-") as folder, ExitStack() as stack:

@@ -10,7 +10,8 @@ from pathlib import Path
 __all__ = ["code_hash", "commit"]
 
 _ROOT = Path(__file__).parents[2]
-# The sources that affect a measurement: the sources of memascend, of this benchmark, and of the programs for peers.
+# The sources that affect a measurement: memascend, this benchmark, the code that runs DeepSpeed, and the lock file of
+# DeepSpeed's environment.
 _SOURCES = (
     "python",
     "rust",
@@ -24,7 +25,8 @@ _SOURCES = (
 )
 _SUFFIXES = {".py", ".rs", ".toml", ".lock", ".json"}
 _SKIPPED = {"target", "__pycache__", "fuzz", "benches"}
-# Files in the folders of `_SOURCES` that do not affect a measurement. They only compare and print measurements.
+# Files in the folders of `_SOURCES` that do not affect the measurement of a cell. They parse options, identify the
+# code, and compare and print the results.
 _APART = {f"benchmarks/train/{name}.py" for name in ("__main__", "code", "judge", "tables")}
 
 
@@ -46,9 +48,9 @@ def code_hash(root: Path = _ROOT) -> str:
 
 
 def commit() -> str:
-    """Returns the commit that is checked out; "none" outside of a repository.
+    """Returns the commit that is checked out; "none" without git or outside of a repository.
 
-    If files differ from the commit, a "+" is appended.
+    If tracked files differ from the commit, a "+" is appended.
     """
     if shutil.which("git") is None:
         return "none"

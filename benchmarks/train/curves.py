@@ -1,6 +1,6 @@
-"""Draws three curves: memory over model size, memory over context, and the time of a step over the budget.
+"""Measures and draws three curves: memory by model size, memory by context length, and step time by memory budget.
 
-Each curve also has a table and a CSV file.
+Also writes each curve to a CSV file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["CURVES", "Curve", "draw", "points"]
 
 # A point of a curve: its place on the axis, the system, the value, the smallest value and the largest value. For
-# seconds, the smallest and the largest value are from the measured steps. For memory, they equal the value.
+# seconds, these values are the median, the minimum and the maximum of the measured steps. For memory, they are equal.
 Row = tuple[float, str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A curve: its axes, its systems, and its places along an axis.
+    """A curve: its axes, its systems, and its places on the horizontal axis.
 
-    Each place has a workload, and settings that apply to all systems.
+    Each of `places` has its value on this axis, a workload, and settings for all systems.
     """
 
     title: str
@@ -37,8 +37,8 @@ class Curve:
     systems: tuple[str, ...]
     places: tuple[tuple[float, Workload, dict[str, Any]], ...]
     seconds: bool = False  # True: values are seconds of a step; False: MB that training adds
-    # `headline` has the systems of a headline picture, and `says` has its title. If `headline` is empty, the picture
-    # has all systems.
+    # If `headline` is not empty, `show.headline` draws the picture, with only these systems and the title `says`.
+    # Otherwise `show.lines` draws it, with all systems and the title `title`.
     headline: tuple[str, ...] = ()
     says: str = ""
 
@@ -86,7 +86,7 @@ CURVES = {
 
 
 def points(bench: Bench, curve: Curve) -> list[Row]:
-    """Returns a row for each cell that could be measured."""
+    """Returns a row for each cell of a curve. If a cell has an error, calls `bench.say` with the error instead."""
     rows: list[Row] = []
     for place, work, settings in curve.places:
         for system in curve.systems:
@@ -102,14 +102,14 @@ def points(bench: Bench, curve: Curve) -> list[Row]:
 
 
 def draw(folder: Path, picture: Path | None, name: str, curve: Curve, rows: list[Row]) -> None:
-    """Writes the CSV file to `folder`. If `picture` is given, also draws the curve to this file."""
+    """Writes a CSV file to `folder`. If `picture` is given and there are rows, also draws the curve to `picture`."""
     with (folder / f"curve-{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         ends = ("least", "most") if curve.seconds else ()
         writer.writerow((curve.along, "system", curve.unit, *ends))
         writer.writerows(row[: 3 + len(ends)] for row in rows)
     if picture is not None and rows:
-        # The CSV file has megabytes, but the picture has gigabytes.
+        # Memory is in megabytes in the CSV file, but in gigabytes in the picture.
         scale, unit = (1, "seconds of a step") if curve.seconds else (1e-3, "GB of host memory")
         series = {system: [(x, y * scale) for x, of, y, *_ in rows if of == system] for system in curve.systems}
         spread = {system: [(low, high) for _, of, _, low, high in rows if of == system] for system in curve.systems}

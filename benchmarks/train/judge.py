@@ -1,4 +1,4 @@
-"""Compares measured cells: checks their losses, and computes ratios and the lower bound of a step."""
+"""Compares measured cells: checks their losses, and computes ratios and the lower bound of a step's time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LOSS_TOLERANCE", "bound", "judged", "loss_difference"]
 
 # The largest allowed relative difference between a step's loss and the loss of in-memory torch. Systems round in
 # different places (gradients and norms have 16 or 32 bits), so their losses may differ a little. If a system does not
-# train at all, its losses differ by far more.
+# train at all, its losses differ by more, because `_falls` checks that torch's losses fall enough.
 LOSS_TOLERANCE = 0.01
 
 _REFERENCE = "torch"
@@ -20,7 +20,8 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the cells of one workload with ratios to in-memory torch and to peers. The keys are the systems.
 
     If the losses of a cell differ too much from in-memory torch's losses, an error replaces the values of the cell. If
-    in-memory torch was not run, each cell has a note that its losses were not compared.
+    in-memory torch was not run or failed, the other cells have a note that their losses were not compared, and no
+    ratios to in-memory torch.
     """
     reference = cells.get(_REFERENCE, {"error": "not run"})
     found: dict[str, dict[str, Any]] = {}
@@ -48,7 +49,10 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             difference = loss_difference(cell["losses"], reference["losses"])
             result["loss_difference"] = difference
             if not difference <= LOSS_TOLERANCE:
-                found[system] = {"error": f"its losses differ by {difference:.2%} from the losses of in-memory torch"}
+                found[system] = {
+                    "error": f"its losses differ by {difference:.2%} from the losses of in-memory torch (inf%: the "
+                    "losses of torch fall too little to compare them)"
+                }
                 continue
             _beside_memory(result, cell, reference)
         found[system] = result
@@ -59,7 +63,8 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def loss_difference(losses: list[float], reference: list[float]) -> float:
     """Returns the largest relative difference between `losses` and `reference`, over the steps that both lists have.
 
-    Returns infinity if the losses cannot show whether the system trains.
+    Returns infinity if there are fewer than two such steps, if `reference` falls too little to show whether a system
+    trains, or if a difference is not finite.
     """
     pairs = list(zip(losses, reference, strict=False))
     # If the losses of the reference do not fall, a system that does not train would have the same losses.
@@ -77,10 +82,12 @@ def _falls(losses: list[float]) -> bool:
 def bound(
     compute: dict[str, float], read: dict[str, int], written: dict[str, int], speeds: dict[str, float]
 ) -> dict[str, float]:
-    """Returns the seconds of a step whose computation and disk transfers overlap without loss.
+    """Returns the lower bound of the seconds of a step ("step") and of its parts ("forward", "backward", "update").
+
+    The bound assumes that computation and disk transfers overlap perfectly in each part.
 
     Args:
-        compute: the seconds of forward and backward, measured in memory.
+        compute: the seconds of in-memory torch ("forward" and "backward").
         read: the bytes that the plan reads, by kind.
         written: the bytes that the plan writes, by kind.
         speeds: the GB/s ("read" and "mixed") of memascend's engine on the same disk in the same run.
@@ -101,7 +108,8 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
     compute = {part: statistics.median(taken) for part, taken in reference["seconds"].items()}
     result["of_memory_seconds"] = result["seconds"]["step"] / compute["step"]
     result["of_memory_bytes"] = cell["added_bytes"] / reference["added_bytes"]
-    # If there are several micro-batches, "forward" is 0, because forward and backward are not measured separately.
+    # If there are several micro-batches, "forward" is 0, because forward and backward are not measured separately. Then
+    # there is no bound.
     if "plan" in cell and "speeds" in cell and compute["forward"]:
         plan = cell["plan"]
         result["bound"] = bound(compute, plan["read"], plan["written"], cell["speeds"])
@@ -109,12 +117,12 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
 
 
 def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
-    """Adds to each cell the ratios of speed and memory between memascend and a peer.
+    """Adds to cells the ratios of speed and memory between memascend and a peer.
 
     "ours_faster" is the seconds of the peer's step, divided by the seconds of memascend's step. "ours_of_memory" is
-    memascend's memory, divided by the peer's memory. The cell of a peer is compared with the cell of memascend's
-    default. A cell of memascend is compared with the cell of ZeRO-Infinity that has the smallest number of buffers that
-    works.
+    memascend's memory, divided by the peer's memory. The cell of a peer is compared with the cell "memascend". A cell
+    of memascend is compared with the cell "zero-infinity". If either cell is missing or has an error, no ratios are
+    added.
     """
     good = {system: result for system, result in found.items() if "error" not in result}
     for system, result in good.items():

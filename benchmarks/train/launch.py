@@ -1,4 +1,4 @@
-"""Starts each cell in a separate process. If possible, the process runs in a memory cgroup."""
+"""Starts each cell (one system that trains one workload) in a separate process, if possible in a memory cgroup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Launcher", "memory_cgroup"]
 
 _BENCHMARKS = Path(__file__).parents[1]
-# The largest number of characters that are stored of a failed cell's error.
+# The largest number of characters in the error of a failed cell. Its "output" may have 20 times as many.
 _ERROR_CHARACTERS = 600
 _PR_SET_PDEATHSIG = 1
 _LEAVES_TRIES, _LEAVES_SECONDS = 500, 0.01
@@ -41,8 +41,8 @@ class Launcher:
         deepspeed: an interpreter that has DeepSpeed. If it is None, DeepSpeed's cells are not run, and their error says
             how to install DeepSpeed.
         seconds: the largest number of seconds that a cell may take.
-        within: the seconds after which a cell makes no more steps, if it has measured at least one step. None means
-            that a cell makes all steps.
+        within: the seconds in which a cell should answer. After its first measured step, the cell makes no step that
+            might end too late for this. None means that a cell makes all steps.
     """
 
     def __init__(
@@ -63,12 +63,16 @@ class Launcher:
     ) -> dict[str, Any]:
         """Runs a cell; returns its answer, or {"error": reason}.
 
-        If DeepSpeed or a cgroup is missing, the returned dict also has the key "missing".
+        With "error", the returned dict may also have one of these keys:
+
+        - "missing": DeepSpeed is not installed, or this process cannot make the cgroup for `limit`.
+        - "killed": SIGKILL ended the cell.
+        - "output": the end of the output of a cell that ended without an answer.
 
         Args:
             work: the workload to train.
             system: a name of `SYSTEMS`.
-            steps: the number of measured steps.
+            steps: the number of measured steps, or fewer if the launcher's `within` does not suffice.
             warm: the number of steps before the measured steps.
             settings: settings that override the settings of the system.
             limit: the limit of the cell's cgroup in bytes; None means no limit.
@@ -83,7 +87,10 @@ class Launcher:
         ):
             if limit is not None:
                 if group is None:
-                    return {"error": "could not make a memory cgroup for the limit: run as root", "missing": True}
+                    return {
+                        "error": "could not make a memory cgroup: run as root, with writable cgroups",
+                        "missing": True,
+                    }
                 _limit(group, limit)
             order = {
                 "workload": work.to_dict(),
@@ -110,7 +117,7 @@ class Launcher:
         libc = ctypes.CDLL(None)
 
         def enter() -> None:
-            # When this process dies, by any signal, the kernel kills the cell.
+            # When the launcher's process dies, by any signal, the kernel kills the cell.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -138,12 +145,12 @@ class Launcher:
                 answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
                 return answer
         if cell.returncode == -signal.SIGKILL:
-            return {"error": "killed: out of memory", "killed": True}
+            return {"error": "killed by SIGKILL: probably out of memory", "killed": True}
         return {"error": _last_words(said, cell.returncode), "output": said[-20 * _ERROR_CHARACTERS :]}
 
 
 def _end(cell: subprocess.Popen[str]) -> None:
-    """Kills the cell and all processes that it has started, such as a compiler."""
+    """Kills the process group of the cell: the cell, and processes that it has started, such as a compiler."""
     os.killpg(cell.pid, signal.SIGKILL)
     if cell.stdout is not None:
         cell.stdout.close()
@@ -151,7 +158,7 @@ def _end(cell: subprocess.Popen[str]) -> None:
 
 
 def _last_words(said: str, status: int) -> str:
-    """Returns the last line that names an error. If no line names an error, returns the last line.
+    """Returns the last line of `said` that names an error, otherwise the last line, otherwise the exit status.
 
     Peers may print more lines after the line that names the error.
     """
@@ -175,7 +182,7 @@ def memory_cgroup() -> Iterator[Path | None]:
         yield group if has_memory else None
     finally:
         # The cgroup can be removed only after its last process has left it. That takes a moment, while the kernel frees
-        # the memory of this process.
+        # the memory of the cell.
         for _ in range(_LEAVES_TRIES):
             try:
                 group.rmdir()
@@ -189,8 +196,8 @@ def _limit(group: Path, nbytes: int) -> None:
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (group / name).exists():
             (group / name).write_text(str(nbytes))
-    # If the kernel counts swap, the limit is for memory and swap together. Otherwise a cell could use more memory by
-    # swapping pages out.
+    # If the kernel counts swap, also limits swap. Without this, a cell could exceed the limit by swapping pages out. In
+    # cgroup version 1, the limit is for memory and swap together. In version 2, the cell gets no swap.
     for name, value in (("memory.memsw.limit_in_bytes", str(nbytes)), ("memory.swap.max", "0")):
         if (group / name).exists():
             (group / name).write_text(value)

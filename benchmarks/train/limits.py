@@ -17,24 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["limits_table", "reach", "reach_table", "smallest_cgroup"]
 
 _MIB = 1 << 20
-# The number of steps that a try must complete. The first step is not enough, because optimizers create their state in
-# it.
+# The number of steps that a try of `smallest_cgroup` must complete. One step is not enough, because some optimizers
+# create their state in the first step.
 _STEPS = 3
-# The largest number of seconds for a try. If memory is slightly too small, the kernel drops pages of programs and reads
-# them again and again. This must not count as training. With enough memory, each system needs less than half of these
-# seconds on two cores.
+# The largest number of seconds for a try of `smallest_cgroup`, and for a try of `reach`. If memory is slightly too
+# small, the kernel drops pages of programs and reads them again and again. Such a try must fail. With enough memory,
+# each system needs less than half of these seconds on two cores.
 _STEPS_SECONDS, _REACH_SECONDS = 180, 600
-# The first limit to try. The search doubles the limit until a try succeeds. Then it halves the interval that has the
-# result.
+# The first limit that `smallest_cgroup` tries.
 _START_BYTES = 1 << 30
 _LENGTHS = tuple(128 << power for power in range(10))
 _BATCHES = tuple(1 << power for power in range(10))
 
 
 def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Finds for each system the smallest memory cgroup in which it trains.
+    """Finds approximately the smallest memory cgroup in which each system imports its libraries and trains.
 
-    In this cgroup, the system imports its libraries and makes three steps.
+    A try makes `_STEPS` steps. The result of a system is {"bytes": ...}, or {"error": ...} if no try succeeds.
     """
 
     def search(tries: _Tries) -> dict[str, Any]:
@@ -47,7 +46,12 @@ def smallest_cgroup(bench: Bench, work: Workload, systems: tuple[str, ...]) -> d
 
 
 def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) -> dict[str, dict[str, Any]]:
-    """Finds for each system the longest context and the largest batch with which it trains inside the limit."""
+    """Finds for each system the longest context and the largest batch that fit in a memory cgroup of `limit` bytes.
+
+    A try makes one step with activation checkpointing. The contexts are `_LENGTHS`, with batch 1. The batches are
+    `_BATCHES`, with the context of `work`. The result of a system is {"length": ..., "batch": ...}, or {"error": ...}
+    if the try with the first context fails.
+    """
     recomputed = replace(work, checkpoint=True)
 
     def search(tries: _Tries) -> dict[str, Any]:
@@ -64,9 +68,9 @@ def reach(bench: Bench, work: Workload, systems: tuple[str, ...], limit: int) ->
 def _each(
     bench: Bench, work: Workload, systems: tuple[str, ...], search: Callable[[_Tries], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Runs a search for each system; returns the results.
+    """Runs `search` for each system; returns the results, by system.
 
-    If no settings of a system work, its result is the error.
+    If `bench.settings` finds no settings with which a system works, the result of this system is {"error": ...}.
     """
     found: dict[str, dict[str, Any]] = {}
     for system in systems:
@@ -76,7 +80,10 @@ def _each(
 
 
 class _Tries:
-    """Tries whether one system trains inside a limit. The result of each try has a separate file."""
+    """Tries whether one system trains in a memory cgroup. `bench` stores the result of each try in a separate file.
+
+    `error` is {"error": ...} from the last try that failed.
+    """
 
     def __init__(self, bench: Bench, system: str, settings: dict[str, Any]) -> None:
         self.bench, self.system = bench, system
@@ -106,7 +113,7 @@ class _Tries:
 def limits_table(work: Workload, found: dict[str, dict[str, Any]]) -> str:
     """Returns the results of `smallest_cgroup` as a table."""
     return _table(
-        f"{work.name}: the smallest memory cgroup, all of the process in it, in which {_STEPS} steps take at most "
+        f"{work.name}: the smallest memory cgroup in which a process starts and makes {_STEPS} steps in at most "
         f"{_STEPS_SECONDS} s",
         found,
         ("system", "MiB"),

@@ -1,4 +1,4 @@
-"""Measures cells and stores the results."""
+"""Measures how one system trains one workload (a cell), or reads the stored result."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench"]
 
-# The facts of a machine that affect a measurement.
+# The entries of `described()` that affect a measurement. A stored answer is valid only for a machine with the same
+# entries.
 _PLACE = ("processor", "cores", "memory_bytes", "kernel", "torch")
-# If the product of a step's tokens and the model's parameters exceeds this number, a step takes seconds. Then half as
-# many steps are measured.
+# If the product of a step's tokens and the model's parameters exceeds this number, a step takes seconds. Then `Bench`
+# measures half as many steps.
 _LONG = 5e10
 
 
 class Bench:
-    """Measures cells for all parts of the benchmark, or reads their stored results.
+    """Measures cells, or reads their stored results.
 
     Args:
         launcher: starts cells.
-        results: stores the answers of cells.
-        steps: the number of measured steps of a cell.
-        say: called with a line when a measurement begins.
+        results: stores answers.
+        steps: the number of measured steps of a cell; if steps are long (`_LONG`), `cell` measures half as many.
+        say: called with each line of progress, such as the name of a cell whose measurement begins.
     """
 
     def __init__(self, launcher: Launcher, results: Results, steps: int, say: Callable[[str], None]) -> None:
@@ -43,9 +44,14 @@ class Bench:
         self._machine = described()
 
     def cell(self, work: Workload, system: str, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns a cell. It is measured, or read from the stored results.
+        """Returns the answer of a cell, measured or stored; {"error": ...} if the system cannot train the workload.
 
-        A cell of memascend also has the disk's bandwidth, which is measured right before the cell.
+        If the system's module is "ours", the answer also has "speeds", the disk's bandwidth right before the cell.
+
+        Args:
+            work: the workload.
+            system: a name of `SYSTEMS`.
+            settings: settings that override the settings found by trial.
         """
         found = self.settings(work, system)
         if "error" in found:
@@ -66,16 +72,19 @@ class Bench:
         return self.get(f"{work.name}--{system}{named}", asked, measure)
 
     def settings(self, work: Workload, system: str, *, lean: bool = False) -> dict[str, Any]:
-        """Returns a system's settings for a model, which are found by trial.
+        """Returns the settings that a system needs for a workload, found by trial.
 
-        Returns {"error": ...} if no settings work.
+        Returns {} if the system needs none, and {"error": ...} if no settings work.
         """
         return tuned(self, work, system, lean=lean)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the stored answer if it was measured with the same code, on a machine like this one.
+        """Returns the stored answer to `asked` if it was measured with the same code, on a machine with equal `_PLACE`.
 
-        Otherwise measures.
+        Otherwise calls `measure`. If `results` does not measure, returns {"error": ...}.
+
+        Raises:
+            ConfigError: the sources have changed since this `Bench` was made, or the file of `name` has no answer.
         """
         on: dict[str, str | int] = {name: self._machine[name] for name in _PLACE}
         on["code"] = self.code
@@ -84,7 +93,10 @@ class Bench:
             self.say(f"{name} ...")
             answer = measure()
             if code_hash() != self.code:
-                raise ConfigError(f"the sources changed while {name} was measured: do not change them, and run again")
+                raise ConfigError(
+                    f"memascend's or the benchmark's sources changed while the benchmark ran, so the result of {name} "
+                    "is not stored: run again, and do not change the sources meanwhile"
+                )
             return answer
 
         return self.results.get(name, {**asked, "on": on}, measured)

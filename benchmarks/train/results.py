@@ -1,4 +1,4 @@
-"""Stores results on disk, with one JSON file for each cell. An interrupted run can then continue."""
+"""Stores each result in a JSON file, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Results:
     Args:
         folder: the folder, which is made if it does not exist.
         again: True means that `get` measures every answer, even if its file exists.
-        measures: False means that `get` measures nothing. It returns an error for an answer that has no file.
+        measures: False means that `get` measures nothing. It returns an error if the answer is not stored.
     """
 
     def __init__(self, folder: Path, *, again: bool = False, measures: bool = True) -> None:
@@ -31,12 +31,13 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, asked: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the stored answer of the file `name` if the stored question equals `asked`.
+        """Returns the stored answer from the file of `name` if the stored question equals `asked`.
 
-        Otherwise calls `measure`, writes the new answer to the file, and returns the new answer.
+        Otherwise, or if `again` is True, calls `measure` and returns the new answer. Writes the new answer to the file,
+        unless it is "missing". If `measures` is False, returns an error instead of calling `measure`.
 
         Raises:
-            ConfigError: the file exists, but does not have an answer.
+            ConfigError: the file exists, but does not have a question and an answer.
         """
         path = self.folder / f"{_NOT_IN_NAMES.sub('-', name)}.json"
         if path.exists() and not self.again:
@@ -49,9 +50,9 @@ class Results:
                 raise ConfigError(
                     f"{path} is not a result of this benchmark: remove it, or choose another folder with --results"
                 ) from error
-        answer = measure() if self.measures else {"error": "not measured yet", "missing": True}
-        # An answer is "missing" if an environment or a permission was missing. It is not written, so a later run may
-        # measure it.
+        answer = measure() if self.measures else {"error": "no stored result: measure it first", "missing": True}
+        # An answer is "missing" if DeepSpeed or a permission was missing, or if `measures` is False. It is not written,
+        # so that a later run measures it.
         if not answer.get("missing"):
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"asked": asked, "answer": answer}, indent=1) + "\n")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["least", "most"]
 
-# `least` tries at most this number of sizes. Each size is twice the previous size. If none works, `least` returns None.
+# `least` returns None if this number of sizes, each twice the previous size, do not work.
 _DOUBLINGS_MAX = 6
 
 
@@ -18,7 +18,7 @@ def least(works: Callable[[int], bool], start: int, *, precision: float = 0.04) 
 
     Args:
         works: tries a size. If a size works, all larger sizes must work, too.
-        start: the first size to try. The search doubles the size until it works.
+        start: the first size to try. The search doubles it until a size works, or `_DOUBLINGS_MAX` sizes have failed.
         precision: the largest relative error of the result.
     """
     low, high = 0, start

@@ -1,11 +1,10 @@
-"""Selects the cells to measure: the cells of the headline, or all cells."""
+"""Lists the systems to measure with each workload: by default, with --full, and in the part "limits"."""
 
 from __future__ import annotations
 
 __all__ = ["FULL", "HEADLINE", "LIMITS", "Cells"]
 
-# The systems that train each workload. In-memory torch comes first, because the losses of the other systems are
-# compared with its losses.
+# The systems that train each workload. The keys are the names of workloads; the values are names of `SYSTEMS`.
 Cells = dict[str, tuple[str, ...]]
 
 _INFINITY = ("zero-infinity", "zero-infinity-pipelined")
@@ -29,11 +28,11 @@ FULL: Cells = {
     "500M-1x128": ("torch", "memascend", "memascend-smallest", "memascend-meta", *_PEERS),
     "500M-8x1x128": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
     "500M-1x128-clip": ("torch", "memascend", *_INFINITY, "zero-offload", "fsdp2-offload"),
-    # The training state is larger than the memory of most machines. So in-memory torch does not train this workload,
-    # and losses are not compared.
+    # The training state may be larger than the machine's memory. So in-memory torch does not train this workload, and
+    # the benchmark does not compare losses.
     "1.5B-1x128": ("memascend-meta", "zero-infinity"),
 }
-# For this workload, the benchmark finds the smallest memory cgroup in which each of these systems can train.
+# By default, the part "limits" finds the smallest memory cgroup in which each of these systems trains this workload.
 LIMITS: Cells = {
     "500M-1x128": ("memascend-smallest", "torch", "zero-infinity", "zero-infinity-params-in-ram", "zero-offload"),
 }

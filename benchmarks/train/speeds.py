@@ -1,4 +1,4 @@
-"""Measures the bandwidth that memascend's engine reaches on the disk, for the lower bound of a step."""
+"""Measures the bandwidth of memascend's reads and writes on the disk, for the lower bound of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DEPTH = 8
 
 
 def disk_speeds(storage: Path) -> dict[str, float]:
-    """Returns the GB/s of reads ("read"), and of a mix of reads and writes ("mixed").
+    """Returns the GB/s of reads ("read"), and of alternating reads and writes ("mixed").
 
-    Uses as many buffers as an update does.
+    Uses as many buffers as an update with the default budget.
     """
     with (
         tempfile.TemporaryDirectory(dir=storage, prefix=".memascend-speed-") as folder,

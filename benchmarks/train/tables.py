@@ -1,4 +1,4 @@
-"""Returns a table for each workload, and draws pictures."""
+"""Formats the results of each workload as a table, and draws pictures of memory and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["notes", "pictures", "workload_table"]
 
-# The systems that the pictures show, if all workloads were measured with them.
+# The systems that the pictures may show; see `pictures`.
 _DRAWN = ("torch", "memascend", "memascend-smallest", "zero-infinity", "zero-offload")
 
 _COLUMNS = (
@@ -40,11 +40,13 @@ _COLUMNS = (
     "loss off by",
 )
 _NOTES = """MB added: the process's peak after set-up, less the memory of its imports; process: its peak, with set-up;
-cgroup: the peak after set-up, with the page cache; machine: the peak of memory used beside caches, with the memory that
-a driver pins (only with a GPU); device: torch's peak there. computes, waits: seconds of a step in which the training
-thread ran, and did not; disk busy: seconds in which the disk had requests. SSD bytes: the kernel's count, and in
-brackets memascend's. x bound: a step over max(compute, bytes / bandwidth), for forward and backward. ours is x as fast:
-memascend at its default against the row's system; in memascend's own rows: that row against zero-infinity."""
+cgroup: its peak after set-up (in cgroup version 2: with set-up), with the page cache; machine: the peak of memory used
+beside caches, with the memory that a driver pins (only with a GPU); device: torch's peak there. computes: seconds of a
+step in which the training thread ran; waits: seconds in which it did not run; disk busy: seconds in which the disk had
+requests. SSD B/param: bytes moved, counted by the kernel; (counted): by memascend. x bound: the seconds of a step over
+its lower bound, in which computation and transfers overlap without loss. x RAM: the seconds of a step over those of
+in-memory torch. ours: memascend at its default against the row's system; in memascend's own rows: the row's system
+against zero-infinity. loss off by: the largest relative difference from the losses of in-memory torch."""
 
 
 def workload_table(work: Workload, cells: dict[str, dict[str, Any]]) -> str:
@@ -106,15 +108,16 @@ def _row(system: str, cell: dict[str, Any]) -> tuple[str, ...]:
 def pictures(path: Path, judged: dict[str, dict[str, dict[str, Any]]]) -> list[Path]:
     """Draws memory as FILE.png and time as FILE-seconds.png; returns the paths.
 
-    Both pictures show the same systems and the same workloads. Each system has a bar for each workload. Systems and
-    workloads that the pictures leave out are only in the tables.
+    If some workloads have results of all systems in `_DRAWN`, the pictures show these workloads and systems. Otherwise,
+    the pictures show all workloads, and the systems of `_DRAWN` that have a result for each of them. If there are no
+    such systems, draws nothing and returns [].
     """
     measured = {
         name: [system for system in _DRAWN if system in cells and "error" not in cells[system]]
         for name, cells in judged.items()
     }
     whole = [name for name, own in measured.items() if len(own) == len(_DRAWN)]
-    # Sorts the workloads by the size of the model, the smallest model first.
+    # The smallest model comes first. The name of a workload, such as "125M-1x128", begins with the model's size.
     judged = {name: judged[name] for name in sorted(whole or judged, key=lambda name: float(name.split("M-")[0]))}
     systems = [system for system in _DRAWN if all(system in measured[name] for name in judged)]
     drawn: list[Path] = []

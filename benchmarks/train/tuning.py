@@ -31,7 +31,7 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
     """Returns the settings with which a system works: {"error": ...} if none work, {} if the system needs none.
 
     Args:
-        bench: runs the trials, and stores their results.
+        bench: runs the trials, and stores the result of the search.
         work: the workload. The settings depend on whether it recomputes blocks, but not on its batch and length.
         system: a name of `SYSTEMS`.
         lean: True means that the model is never in memory as a whole while it is made. This needs a different number of
@@ -51,8 +51,8 @@ def tuned(bench: Bench, work: Workload, system: str, *, lean: bool = False) -> d
             found = _fewest(bench, trial, system, "parameter_buffers", 1, others)
             if "error" in found:
                 return found
-        # The search begins with 3 buffers, because Adam's state has three tensors. In the pipeline, it begins with 9
-        # buffers, because the pipeline has failed with 8.
+        # The search for `state_buffers` begins with 3, because Adam's state has three tensors. With "pipelined", it
+        # begins with 9, because DeepSpeed's pipeline has failed with 8.
         first = 9 if settings.get("pipelined") else 3
         return _fewest(bench, trial, system, "state_buffers", first, found)
 
@@ -66,8 +66,8 @@ def _fewest(
 ) -> dict[str, Any]:
     """Returns the settings `others`, and `name`: the smallest number of buffers with which DeepSpeed makes two steps.
 
-    If no trial succeeds, returns the answer of the last trial, which has "error". If a setting in `others` is
-    `_BUFFERS_MAX`, it is only for the trials, and the result does not have it.
+    The search begins with `first` buffers. If no trial succeeds, returns the answer of the last trial, which has
+    "error". If a setting in `others` is `_BUFFERS_MAX`, it is only for the trials, and the result does not have it.
     """
     answer: dict[str, Any] = {"error": "no number of buffers was tried"}
     for count in range(first, _BUFFERS_MAX + 1):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 INK, PAPER = "#24292f", "#ffffff"
-# Each of these colours has the same meaning in all drawings.
+# The colours of boxes. `STORAGE`, `HOST` and `DEVICE` are the places of state. In `commit`, `NEW` marks valid slots,
+# and `OLD` marks the other slots. In `step`, `NEW` marks updates, and `OLD` marks the root.
 STORAGE, HOST, DEVICE, OLD, NEW = "#dbe9f6", "#e6f4e6", "#fdeeda", "#d0d7de", "#7fb77f"
 FONT = 'font-family="sans-serif" font-size="14"'
 # In pixels. This is only a little wider than the column of a phone, so that letters are legible on a phone.
@@ -113,7 +114,7 @@ def step() -> Drawing:
 
 
 def commit() -> Drawing:
-    """Draws the two slots of each extent before, during and after a commit."""
+    """Draws the two slots of each extent, and the root: after step 7, with step 8 staged, and after its commit."""
     made = Drawing(WIDTH, 230, "Two slots for each extent; the root says which one is valid")
     for column, (title, below, first, second, valid) in enumerate(
         (

@@ -1,9 +1,10 @@
 """Records a run of `memascend train` that is killed and resumed, and draws it as docs/drawings/terminal.svg.
 
-Run `python docs/drawings/terminal.py`. It trains the model of examples/small_model.py in a shell on a pseudo-terminal,
-kills the training with SIGKILL in the middle of a step, and types the same command again. The drawing is an animation
-of the terminal's lines, without the lines that `_shown()` leaves out. The pause before a line is as long as in the
-recording, but at most one second. Requires the packages of `memascend train`.
+Run `python docs/drawings/terminal.py`. The script trains the model of examples/small_model.py in a shell on a
+pseudo-terminal, kills the training with SIGKILL in the middle of a step, and types the same command again. The drawing
+is an animation of the terminal's lines, without the lines that `_shown()` leaves out. The pause before a line is as
+long as in the recording, but at least `SHORTEST` and at most `LONGEST` seconds. The script needs the packages of
+`memascend train`.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ logging_steps: {LOGGED}
 disable_tqdm: true
 """
 COMMAND = "memascend train --config tune.yaml"
-# `KILLED_AFTER` is the last complete step before the kill. The kill happens in the next step, after the fraction
-# `KILLED_AT` of the next step's time.
+# record() kills the training in the step after `KILLED_AFTER`: when the log line of step `KILLED_AFTER` appears,
+# record() waits for the fraction `KILLED_AT` of the step time in that line.
 KILLED_AFTER, KILLED_AT = 6, 0.5
 TITLE = f"memascend train is killed by kill -9 within step {KILLED_AFTER + 1}; the same command resumes at that step"
 # The beginning of the line with the totals. The drawing leaves this line out.
 TOTALS = f"memascend: {STEPS - KILLED_AFTER} steps in "
 
 PROMPT = "$ "
-# The number of seconds to wait for a line.
+# In seconds. `Shell.wait()` checks this limit each time the terminal shows new output.
 PATIENCE = 600.0
 # The rows of memascend's header that the drawing shows, after the first start and after the second start.
 ROWS = (("model", "RAM"), ("steps",))
@@ -85,7 +86,10 @@ class Shell:
         os.write(self._terminal, f"{command}\n".encode())
 
     def wait(self, text: str | None = None) -> str:
-        """Reads until a line contains `text`, and returns this line. Without `text`, reads until the next prompt."""
+        """Reads until a line contains `text`, and returns this line.
+
+        Without `text`, reads until the next prompt, and returns "".
+        """
         seen, until = len(self.lines), time.monotonic() + PATIENCE
         while time.monotonic() < until:
             self._rest += os.read(self._terminal, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
@@ -109,7 +113,7 @@ class Shell:
 
 
 def record(folder: Path) -> list[tuple[float, str]]:
-    """Starts, kills and resumes a training. Returns the lines that the terminal showed."""
+    """Starts, kills and resumes a training run. Returns the lines that the terminal showed."""
     made = [sys.executable, str(ROOT / "examples/small_model.py"), "small"]
     subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     (folder / "tune.yaml").write_text(SETTINGS)
@@ -132,9 +136,9 @@ def record(folder: Path) -> list[tuple[float, str]]:
 
 
 def _shown(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Returns the lines to draw: commands, the settings file, and lines that memascend printed.
+    """Returns the lines to draw: commands, the settings file, the shell's "Killed", and lines that memascend printed.
 
-    Drops lines of libraries.
+    Drops memascend's line with the totals, header rows that are not in `ROWS`, and the lines of other libraries.
     """
     kept, start = [], -1
     settings = SETTINGS.splitlines()
@@ -153,8 +157,8 @@ def draw(lines: list[tuple[float, str]]) -> str:
     for second, line in lines:
         at += min(max(second - before, SHORTEST), LONGEST)
         before = second
-        # If a row of the header needs several lines, indent all lines after the first line, so that they begin below
-        # the row's words.
+        # textwrap.wrap() indents each continuation of a line. In a row of memascend's header, the continuation begins
+        # in the column of the row's words.
         hanging = " " * (12 if line.startswith("  ") else 2)
         # Keep a value and its unit on one line.
         joined = re.sub(r"(?<=\d) (?=[A-Za-z])", "\u00a0", line)

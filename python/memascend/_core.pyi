@@ -298,7 +298,11 @@ class LeaseBuffer:
 
 @final
 class Layout:
-    """The memory that an arena's classes take: requested bytes, and reserved bytes with each slot aligned for I/O."""
+    """The memory that an arena's classes take, without and with the bytes that align its slots.
+
+    The slots of a class are aligned for direct I/O only if this adds at most 1 % to their bytes. Other classes get a
+    smaller alignment.
+    """
 
     @property
     def asked(self) -> int:
@@ -306,7 +310,10 @@ class Layout:
 
     @property
     def reserved(self) -> int:
-        """The bytes that a region for the arena needs."""
+        """The number of bytes with the alignment.
+
+        An arena also fits into a smaller region, down to `asked` bytes, with smaller alignments.
+        """
 
 def ignore_captures() -> bool:
     """Makes CUDA calls of this thread safe while other threads capture CUDA graphs.
@@ -404,7 +411,10 @@ class Volume:
 
     @property
     def closed(self) -> bool:
-        """True once `close()` was called."""
+        """True once `close()` has closed the devices, and in a forked child.
+
+        False after an interrupted `close()`; call `close()` again.
+        """
 
     @property
     def size(self) -> int:
@@ -431,7 +441,11 @@ class Volume:
 
     @property
     def queue_depth(self) -> int:
-        """The number of requests of at most 1 MiB that each device gets at once."""
+        """The number of requests per device, as in `memascend.nvme.open()`.
+
+        n devices share at most n times this number at once: one device may get more requests while another gets fewer.
+        A request has at most 1 MiB. The backend "threads" has at most 4 requests at once, or 8 for several devices.
+        """
 
     def devices(self) -> list[dict[str, Any]]:
         """Returns for each device: "path", "kind" ("file" or "raw"), "bytes", "why_buffered" (None if direct)."""

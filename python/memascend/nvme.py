@@ -57,7 +57,8 @@ def open(  # noqa: A001
         size: bytes of the volume. A new file needs a `size`, and is made private (0600). An existing file grows if
             `size` is larger. None: the present size of the file or device. With several files or devices, the volume
             uses the same number of bytes of each; without `size`, this is the size of the smallest one.
-        queue_depth: number of requests that each device gets at once (1 to 1,024; None: 16).
+        queue_depth: number of requests per device (1 to 1,024; None: 16). n devices share at most n times
+            this number of requests at once: one device may get more requests while another device gets fewer.
         stripe: if the volume has several devices, the number of contiguous bytes on one device (a multiple of 4,096;
             None: 1 MiB). The volume does not store this number. To find the same bytes again, pass the same stripe and
             the same paths in the same order.

@@ -146,7 +146,7 @@ def test_what_is_changed_in_place_is_right_or_refused(tmp_path):
         loss.backward()
         optimizer.zero_grad()
         model.blocks[1].up.register_forward_pre_hook(lambda *_: x.zero_())
-        with pytest.raises(memascend.UsageError, match="changed in place before its copy from the device ended"):
+        with pytest.raises(memascend.UsageError, match="changed in place after its copy from the device began"):
             model(x)
 
 

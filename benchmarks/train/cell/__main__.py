@@ -1,4 +1,7 @@
-"""The program of a cell's process. It makes the system, trains, and prints the result as its last line."""
+"""Trains one workload with one system, and prints the measurements as one line of JSON, after `ANSWER`.
+
+This is the program of a cell's process.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,13 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
 
     `order` has these entries:
 
-    - `workload`, `system`, `storage`, `warm` and `steps`;
+    - `workload`: the fields of a `Workload`;
+    - `system`: a name of `SYSTEMS`;
+    - `storage`: a folder on the disk to measure;
+    - `warm` and `steps`: the numbers of warm-up steps and of measured steps;
     - `settings`, which override the settings of the system;
-    - `until`: the `time.time()` at which the cell must have answered, or None for no time limit;
-    - `cgroup`: the folder of the memory cgroup that has only this process, or None if there is no such cgroup.
+    - `until`: the `time.time()` by which the cell should answer, or None for no time limit; see `Record.enough`;
+    - `cgroup`: the folder of the memory cgroup in which this process runs, or None if it has no cgroup of its own.
     """
     work = workload(order["workload"])
     way = SYSTEMS[order["system"]]
@@ -82,8 +88,8 @@ def _trained(system: System, work: Workload, record: Record) -> None:
             loss = system.forward(batches[0])
             value = loss.item()
             at.append(record.now())
-            # If the workload has an overflow, the loss of one step is multiplied, so that its 16-bit gradients
-            # overflow.
+            # If the workload has an overflow, the loss of the step OVERFLOWING_STEP is multiplied. The 16-bit gradients
+            # of this step then overflow.
             overflows = work.overflow and record.steps == OVERFLOWING_STEP
             system.backward(loss * OVERFLOW_FACTOR if overflows else loss)
             del loss
@@ -112,7 +118,7 @@ def _synchronize(work: Workload) -> None:
 
 
 def _device_peak(work: Workload) -> int | None:
-    """Returns the largest number of bytes that torch has used on the device; None on the CPU."""
+    """Returns the largest number of bytes that torch has allocated on the device; None on the CPU."""
     if work.device == "cpu":
         return None
     import torch
@@ -121,7 +127,10 @@ def _device_peak(work: Workload) -> int | None:
 
 
 def _restarted_peak(cgroup: Path | None) -> int | None:
-    """Returns the cgroup's memory peak so far; None if `cgroup` is None. In cgroup version 1, also resets the peak."""
+    """Returns the cgroup's memory peak so far. In cgroup version 1, also resets the peak.
+
+    Returns None if `cgroup` is None, or if the kernel does not record the peak of a cgroup.
+    """
     if cgroup is None:
         return None
     peak = _peak(cgroup)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 _PARTS = ("forward", "backward", "update")
-# The end of a cell may take as much time as this number of steps.
+# `Record.enough` assumes that the end of a cell takes as long as this number of steps.
 _END_STEPS = 2
 
 
@@ -49,9 +49,9 @@ class Record:
 
     @property
     def enough(self) -> bool:
-        """True if all steps were made, or if one more step might end after the order's `until`.
+        """True if all steps were made, or if the cell would end after the order's `until` with one more step.
 
-        Before the first measured step, the time limit `until` is ignored.
+        The estimate uses the seconds of the last step. At least one step is measured, even after `until`.
         """
         if self.steps >= self._most:
             return True
@@ -59,15 +59,19 @@ class Record:
         return bool(self._between) and time.time() + (1 + _END_STEPS) * last > self._until
 
     def add(self, loss: float, at: Sequence[counters.Counts]) -> None:
-        """Adds a step.
+        """Adds a step. Warm-up steps add only their loss.
 
-        `at` has the counters before the step, after each of its parts (if they are known), and after the step.
+        `at` has the counters before the step and after each of its parts: forward, backward and update. If the parts
+        are not known, `at` has the counters before and after the step.
 
         Raises:
             ValueError: the loss is not finite.
         """
         if not math.isfinite(loss):
-            raise ValueError(f"the loss of step {self.steps} is {loss}, so this system does not train correctly")
+            raise ValueError(
+                f"the loss of step {self.steps} is {loss}, so the step is no measurement of training: leave this "
+                "system out of the comparison"
+            )
         self._losses.append(loss)
         if self.steps >= self._warm:
             whole = at[-1].since(at[0])
@@ -82,7 +86,10 @@ class Record:
             self._first = self._last
 
     def values(self, parameters: int) -> dict[str, Any]:
-        """Returns the losses, the seconds of each measured step, and the mean of each counter."""
+        """Returns the losses of all steps, and the seconds, ways and mean counters of the measured steps.
+
+        `parameters` is the number of the model's parameters, by which the bytes "..._per_parameter" are divided.
+        """
         steps = len(self._between)
         known = (self._between or [{}])[0]
         mean = {name: sum(counts[name] for counts in self._between) / steps for name in known}

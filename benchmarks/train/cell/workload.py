@@ -22,10 +22,11 @@ __all__ = [
 ]
 
 LEARNING_RATE = 1e-4
-# In a workload with an overflow, the loss of the step `OVERFLOWING_STEP` is multiplied by `OVERFLOW_FACTOR`.
+# In a workload with `overflow`, the cell multiplies the loss of the step `OVERFLOWING_STEP` (counted from 0) by
+# `OVERFLOW_FACTOR` before the backward.
 OVERFLOWING_STEP = 1
 OVERFLOW_FACTOR = 1e7
-# The first fp16 loss scale of every system is two to this power.
+# Each system that scales an fp16 loss begins with two to this power as its loss scale.
 LOSS_SCALE_POWER = 16
 # The number of tokens in a chunk. A chunked loss has only the logits of one chunk in memory at a time.
 _CHUNK_TOKENS = 2048
@@ -48,7 +49,7 @@ class Workload:
     micro_batches: int = 1
     length: int = 128
     checkpoint: bool = False  # True: the backward recomputes blocks
-    loss: Literal["full", "chunked"] = "full"  # "full": all logits at once; "chunked": the logits of one chunk
+    loss: Literal["full", "chunked"] = "full"  # "full": all logits in memory at once; "chunked": one chunk's
     clip: float | None = None  # the largest norm of the gradients; None: no limit
     overflow: bool = False  # True: the gradients of one step overflow
     device: str = "cpu"
@@ -100,9 +101,9 @@ WORKLOADS = _named()
 
 
 def on_device(work: Workload, device: str) -> Workload:
-    """Returns the workload for the device `device` ("cpu" or "cuda").
+    """Returns `work` for the device `device` ("cpu" or "cuda").
 
-    The name of the workload gets the device's name.
+    If `work` is for another device, the new workload's name ends with `device`.
     """
     return work if device == work.device else replace(work, device=device, name=f"{work.name}-{device}")
 
@@ -131,7 +132,7 @@ def configuration(work: Workload) -> Any:
 def made(work: Workload) -> Any:
     """Returns the model, ready to train. Its values are the same in every process.
 
-    Never uses more memory than one model takes.
+    transformers makes the model in the workload's dtype, so there is no larger fp32 copy of it.
     """
     import torch
     import transformers
@@ -140,14 +141,15 @@ def made(work: Workload) -> Any:
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(configuration(work), dtype=dtype)
-    # DeepSpeed casts not only parameters, but also buffers. This line does the same for all systems.
+    # DeepSpeed casts not only parameters, but also buffers. `to()` does the same for the other systems that call this
+    # function.
     return prepared(work, model.to(dtype))
 
 
 def prepared(work: Workload, model: Any) -> Any:
-    """Prepares a model: training mode, the workload's activation checkpointing, and the workload's loss.
+    """Puts a model into training mode, without a key-value cache; returns the model.
 
-    Returns the model.
+    Also sets the workload's activation checkpointing and the workload's loss.
     """
     model.train()
     model.config.use_cache = False

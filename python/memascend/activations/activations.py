@@ -1,10 +1,10 @@
 """Offloads checkpointed activations; restores them bit-exactly.
 
-`Activations` copies tensors that `torch.utils.checkpoint` saves into chunks of host memory. With `activations="ssd"`
-there are few chunks, and their content moves to an unlinked file. With `activations="host"` on a device there may be
-more chunks, and only activations that do not fit into the chunks move to the file. A backward uses saved tensors in the
-opposite order of the forward: the tensors that were saved last are still in chunks, and the other tensors are read
-before the backward needs them.
+`torch.utils.checkpoint` saves tensors, and `Activations` copies them into chunks of host memory. With
+`activations="ssd"` there are few chunks, and their content moves to unlinked files. With `activations="host"` on a
+device there may be more chunks, and only activations that do not fit into the chunks move to the files. A backward uses
+saved tensors in the opposite order of the forward: the tensors that were saved last are still in chunks, and
+`Activations` begins to read other tensors before the backward needs them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 BYTES_MIN = 16 << 10
 # The maximum number of pieces that are read ahead.
 _AHEAD = 64
-# How many saved tensors may still be on their way from the device when the next tensor is saved. Each of these tensors
-# occupies device memory until its copy ends. If fewer tensors were allowed, the device would wait for the host between
-# two blocks.
+# The maximum number of saved tensors that are being copied from the device at the same time. Each of these tensors
+# occupies device memory until its copy ends. With a smaller maximum, the device would wait for the host between two
+# blocks.
 _COMING = 2
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
@@ -45,13 +45,17 @@ _FUNCTION = torch.autograd.function.__file__
 
 
 class SavedActivation:
-    """Replaces a saved tensor in autograd's graph; its deletion frees the chunks and the disk space of the tensor."""
+    """Replaces a saved tensor in autograd's graph.
+
+    After its deletion, a later `Activations.save` or `restore` drops its pieces, which frees chunks and disk space.
+    """
 
     __slots__ = ("__weakref__", "_owner", "described", "number", "pieces", "storage")
 
     def __init__(self, owner: Activations, tensor: torch.Tensor, number: int, pieces: list[Piece]) -> None:
         self._owner = owner
-        # While this reference exists, no other storage gets the address of this storage.
+        # While this weak reference exists, no other storage gets this storage's `_cdata`, a part of the key in
+        # `_known`.
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.described = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         self.number = number
@@ -68,14 +72,14 @@ class SavedActivation:
 
 
 class Activations:
-    """Saves and restores checkpointed activations. Any thread may call it; one lock guards all calls."""
+    """Saves and restores checkpointed activations. Any thread may call the methods; one lock guards the state."""
 
     def __init__(self, folders: Sequence[Path], *, device: Device | None = None, groups: int = 0) -> None:
         """Allocates the first chunks.
 
         `device` has the activations; None if the host computes. In addition to the first chunks, at most `groups`
-        groups of `ACTIVATION_GROUP` chunks are allocated later. Activations that do not fit into the chunks go to
-        unlinked files in `folders`.
+        groups of `ACTIVATION_GROUP` chunks are allocated later. Once all groups are allocated, or the machine has no
+        memory for another group, the oldest activations move to unlinked files in `folders`.
         """
         ((self._chunk_bytes, count),) = decision.ACTIVATION_CHUNKS.items()
         scratch = Scratch(folders, self._chunk_bytes)
@@ -100,9 +104,10 @@ class Activations:
     # --- calls of the saved-tensor hooks -------------------------------------------
 
     def save(self, tensor: torch.Tensor, caller: FrameType) -> Any:
-        """Returns a `SavedActivation` for a tensor that a checkpoint saves; returns any other tensor unchanged.
+        """Returns a `SavedActivation` for a plain tensor of at least `BYTES_MIN` bytes that a checkpoint saves.
 
-        `caller` is the Python frame in which autograd saves the tensor.
+        Returns any other tensor, and a tensor on another type of device, unchanged. `caller` is the Python frame in
+        which autograd saves the tensor.
         """
         if (
             tensor.nbytes < BYTES_MIN
@@ -150,7 +155,7 @@ class Activations:
         return saved
 
     def restore(self, saved: SavedActivation) -> torch.Tensor:
-        """Returns a saved tensor; also begins to read the tensors that were saved before this tensor."""
+        """Returns a saved tensor; also begins to read tensors that were saved before this tensor."""
         with self._lock:
             self._require_open()
             self._reap()
@@ -191,9 +196,9 @@ class Activations:
         return [] if self._device is None else [self._device.mark(self._device.stream())]
 
     def _before(self, number: int) -> list[SavedActivation]:
-        """Returns the tensors that were saved before tensor `number`, the latest first.
+        """Returns the `SavedActivation` objects of tensors that were saved before tensor `number`, the latest first.
 
-        The list ends once its tensors have `_AHEAD` pieces, or before a tensor whose `SavedActivation` was deleted.
+        The list ends once its objects have at least `_AHEAD` pieces, or before a deleted `SavedActivation`.
         """
         found: list[SavedActivation] = []
         pieces = 0
@@ -209,7 +214,10 @@ class Activations:
     # --- the end -------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Frees the chunks and the disk space of deleted `SavedActivation` objects."""
+        """Drops the pieces of deleted `SavedActivation` objects.
+
+        `Chunks` frees the chunk and the disk space of a dropped piece once no transfer uses them.
+        """
         while self.dropped:
             for piece in self.dropped.popleft():
                 self._living.pop(piece.number, None)
@@ -225,7 +233,7 @@ class Activations:
         return 0 if self._closed else self._chunks.host_bytes
 
     def close(self, why: str) -> None:
-        """Releases all chunks and files; a later call for a saved tensor raises `UsageError(why)`."""
+        """Releases all chunks and files. Later calls that save or restore an activation raise `UsageError(why)`."""
         with self._lock:
             if self._closed is not None:
                 return
@@ -235,7 +243,7 @@ class Activations:
 
 
 def _is_checkpoint(caller: FrameType) -> bool:
-    """True if the tensor that autograd saves in frame `caller` is an input of a checkpoint, reentrant or not."""
+    """True if frame `caller` is code of torch.utils.checkpoint, or of a torch.autograd.Function that it calls."""
     frame: FrameType | None = caller
     # Frames are compared by their file, because before Python 3.12 a comprehension has its own frame in the same file.
     # For a reentrant checkpoint, autograd saves in a frame of torch.autograd.Function, which the checkpoint called.

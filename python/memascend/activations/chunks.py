@@ -1,8 +1,9 @@
 """Moves chunks of activations between device, host memory and unlinked scratch files.
 
-[Note: states of a chunk] An `ActivationChunk` is free (empty), held, or loose. A held chunk has the only copy of its
-piece. The piece of a loose chunk is on storage, is being written to storage, is being read from storage, or is dead
-because no graph needs it. So a loose chunk can be emptied without loss once its transfers have ended.
+[Note: states of a chunk] An `ActivationChunk` is free (empty), held, or loose. The piece of a held chunk is not on
+storage, and a graph needs it, so the chunk must not be emptied. The piece of a loose chunk is on storage, is being
+written to storage, is being read from storage, or is dead because no graph needs it. So a loose chunk can be emptied
+without loss once its copy has ended and its transfer has succeeded.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
     from memascend.device.device import Copy, Device
 
 
-# The number of bytes of the first file. Each later file is as large as all earlier files together, so there are few
-# files.
+# The number of bytes of the first volume, before `Scratch` rounds up to whole places in each folder. Each later volume
+# is as large as all earlier volumes together, so there are few files.
 _FIRST_BYTES = 64 << 20
 
 
 class ScratchPlace(NamedTuple):
-    """A range of `place_bytes` in a scratch file."""
+    """A range of `place_bytes` bytes of a scratch volume, from `offset` on."""
 
     volume: nvme.Volume
     offset: int
 
 
 class Scratch:
-    """Allocates places in unlinked files.
+    """Allocates places in volumes, which consist of unlinked files.
 
-    The files are striped over the folders, and are created when they are needed.
+    A volume is striped over one file in each folder. `take` creates a volume when no place is free.
     """
 
     def __init__(self, folders: Sequence[Path], place_bytes: int) -> None:
@@ -59,10 +60,10 @@ class Scratch:
         return sum(volume.size for volume in self._volumes)
 
     def take(self) -> ScratchPlace:
-        """Takes a free place; creates another file if no place is free.
+        """Takes a free place; creates another volume if no place is free.
 
         Raises:
-            StorageError: the file system is full.
+            StorageError: the volume could not be created, for example because a file system is full.
         """
         if not self._free:
             self._grow()
@@ -80,8 +81,9 @@ class Scratch:
             volume = nvme.open(files, size=size, stripe=self._place_bytes if len(files) > 1 else None)
         except StorageError as error:
             raise StorageError(
-                f"no disk space for checkpointed activations, which need {size} bytes in addition to the "
-                f"{self.file_bytes} that they have: {error}; give offload(scratch=) a folder with more free space",
+                f"could not reserve {size} bytes of disk space for checkpointed activations, in addition to "
+                f"{self.file_bytes} bytes reserved before: {error}; give offload(scratch=) a writable folder with "
+                "enough free space",
                 errno=error.errno,
                 path=error.path,
             ) from error
@@ -90,13 +92,17 @@ class Scratch:
                 with contextlib.suppress(FileNotFoundError):
                     file.unlink()
         self._volumes.append(volume)
-        # Places are appended in reverse order, so that `take` begins with the first place of the file.
+        # Places are appended in reverse order, so that `take` begins with the first place of the volume.
         self._free += [
             ScratchPlace(volume, offset) for offset in range(size - self._place_bytes, -1, -self._place_bytes)
         ]
 
     def close(self) -> None:
-        """Waits for transfers, and closes the files, which deletes them. Repeated calls are fine."""
+        """Waits for transfers, and closes the files, which deletes them. Repeated calls are fine.
+
+        Raises:
+            StorageError: a write failed, and its ticket has not raised the error.
+        """
         volumes, self._volumes = self._volumes, []
         self._free.clear()
         for volume in volumes:
@@ -108,9 +114,10 @@ _log = logging.getLogger("memascend")
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A part of a tensor, no larger than a chunk; the part is in a chunk, on storage, or both.
+    """A part of a tensor, no larger than a chunk.
 
-    Only the methods of `Piece` and `ActivationChunk` change the fields.
+    The part is in a chunk, on storage, or both; after some errors it is in neither. Only the methods of `Piece` change
+    the fields.
     """
 
     nbytes: int
@@ -121,7 +128,7 @@ class Piece:
     dead: bool = False  # True if no graph needs the piece any more
 
     def put(self, place: ScratchPlace, checksum: str) -> None:
-        """Records the place on storage to which the piece is being written."""
+        """Records the place on storage to which the piece is being written, and the checksum of the piece."""
         assert self.place is None, "a piece is written once"
         self.place, self.checksum = place, checksum
 
@@ -151,7 +158,7 @@ class ActivationChunk:
     source: tuple[torch.Tensor, int] | None = None  # the tensor that is being copied from a device, and its version
 
     def fill(self, piece: Piece, copy: Copy | None, source: torch.Tensor) -> None:
-        """Records a piece; if `copy` copies it from a device, the chunk keeps the tensor `source` until `end_copy`."""
+        """Records a piece. With a `copy` from a device, keeps the tensor `source` and its version until `end_copy`."""
         piece.enter(self)
         self.piece, self.reading = piece, False
         if copy is not None:
@@ -181,12 +188,10 @@ class ActivationChunk:
         return self.copy
 
     def end_copy(self) -> tuple[torch.Tensor, int] | None:
-        """Waits for the last copy.
+        """Waits for the last copy, which ends after all earlier copies of the chunk.
 
-        If this copy was from a device, returns the source tensor, and the version of this tensor at the start of the
-        copy.
-
-        Returns None if the last copy was to a device, or if there was no copy.
+        If the piece was copied from a device since the previous call, returns the source tensor of that copy, and the
+        version of this tensor at the start of the copy. Otherwise returns None.
         """
         if self.copy is None:
             return None
@@ -212,7 +217,7 @@ class ActivationChunk:
 
 
 _CHANGED = (
-    "a checkpointed activation was changed in place before its copy from the device ended. Autograd rejects such a "
+    "a checkpointed activation was changed in place after its copy from the device began. Autograd rejects such a "
     "change, too: compute the new value in a new tensor"
 )
 
@@ -225,9 +230,9 @@ class Chunks:
     ) -> None:
         """Allocates the first `count` chunks.
 
-        `write_ahead` keeps `count` chunks free or loose. `more` has the number of chunks of each additional group; such
-        a group is allocated when it is needed. `device` has the activations; None if the activations are in host
-        memory. `close()` also closes `room`.
+        `more` has the number of chunks of each additional group. `_for_write` allocates such a group when no chunk is
+        free. `write_ahead` aims at `count` chunks that are free, loose or not yet allocated. `device` has the
+        activations; None if the activations are in host memory. `close()` also closes `room`.
         """
         self._room = room
         self._chunk_bytes = chunk_bytes
@@ -255,7 +260,7 @@ class Chunks:
     def fill(self, part: torch.Tensor, source: torch.Tensor, number: int, after: Sequence[Copy]) -> Piece:
         """Copies `part`, a part of the tensor `source`, into a chunk; returns the new piece.
 
-        If `part` is on a device, the copy runs after the work `after`, and the host does not wait for the copy.
+        If `part` is on a device, the method queues the copy, which starts once the work `after` has ended.
         """
         chunk = self._for_write()
         piece = Piece(part.numel(), number)
@@ -277,19 +282,20 @@ class Chunks:
             self._copied(piece.chunk)
 
     def write_ahead(self, least: int = 0) -> None:
-        """Begins to write held pieces, in the order of saving, until enough chunks are free or loose.
+        """Begins to write held pieces, in the order of saving.
 
-        Writes at least `least` pieces; if necessary, waits for their copies from the device.
+        If `least` is 0, stops once enough chunks are free, loose or not yet allocated, or at the first piece whose copy
+        has not ended. Otherwise waits for copies, and writes at least `least` pieces if so many are held.
         """
         wanted = self._spare - len(self._free) - len(self._loose) - sum(self._more)
         for chunk in list(itertools.islice(self._held, max(wanted, least))):
             if least == 0 and chunk.copy is not None and not chunk.copy.done():
-                # Copies end in the order of the chunks, so the copies to later chunks have not ended, either.
+                # Copies from the device end in the order of saving: the copies to later chunks have not ended, either.
                 return
             self._write(chunk)
 
     def _write(self, chunk: ActivationChunk) -> None:
-        """Begins to write the piece of a held chunk, and makes the chunk loose."""
+        """Waits for a held chunk's copy, begins to write its piece, and makes the chunk loose."""
         self._copied(chunk)
         piece = chunk.piece
         assert piece is not None
@@ -304,7 +310,10 @@ class Chunks:
         self.counters["written"] += piece.nbytes
 
     def _for_write(self) -> ActivationChunk:
-        """Returns an empty chunk: a free chunk, a new chunk, or the loose chunk whose piece the backward needs last."""
+        """Returns an empty chunk: a free chunk, a new chunk, or a loose chunk, which the method empties.
+
+        Of the loose chunks, prefers idle chunks, then dead pieces, then the piece that the backward needs last.
+        """
         if not self._free and self._more:
             try:
                 self._take(self._more.pop())
@@ -325,8 +334,8 @@ class Chunks:
     def give(self, piece: Piece, target: torch.Tensor, after: Sequence[Copy]) -> Copy | None:
         """Copies a piece to `target`, a part of a tensor that is being restored.
 
-        If `target` is on a device, the copy runs after the work `after`; the method returns this copy, and does not
-        wait for it. If `target` is in host memory, the method copies at once, and returns None.
+        If `target` is on a device, the method queues the copy, which starts once the work `after` has ended, and
+        returns this copy. If `target` is in host memory, the method copies at once, and returns None.
         """
         if piece.chunk is None:
             if piece.place is None:
@@ -346,10 +355,10 @@ class Chunks:
         return chunk.give(self._device, target, after)
 
     def read_ahead(self, pieces: Sequence[Piece], number: int, *, copied: Sequence[Piece]) -> None:
-        """Begins to read pieces into free chunks, and into loose chunks whose pieces the backward has used already.
+        """Begins to read pieces into free chunks, and into idle loose chunks whose pieces are dead or used already.
 
-        `number` is the number of the tensor that the backward needs now. Pieces in `copied` count as used. The method
-        returns at the first piece for which no chunk is left.
+        `number` is the number of the tensor that the backward needs now. Pieces with higher numbers, and pieces in
+        `copied`, count as used. The method returns at the first piece for which no chunk is left.
         """
         for piece in pieces:
             if piece.chunk is not None:
@@ -383,9 +392,11 @@ class Chunks:
     # --- transfers ---------------------------------------------------------------------
 
     def _copied(self, chunk: ActivationChunk) -> None:
-        """Waits for a chunk's last copy.
+        """Waits for a chunk's copies.
 
-        Raises UsageError if this copy was from the device, and its source was changed in place after the copy began.
+        Raises:
+            UsageError: a graph needs the piece, and the source of its copy from the device was changed in place after
+                that copy began. The chunk is then free.
         """
         source = chunk.end_copy()
         piece = chunk.piece
@@ -401,7 +412,7 @@ class Chunks:
         try:
             chunk.ticket.wait()
         except BaseException:
-            # After an interrupt the transfer continues; after any other error it has ended.
+            # After an interrupt the transfer may still be under way; after any other error it has ended.
             if chunk.ticket.done():
                 self._failed(chunk)
             raise
@@ -415,23 +426,24 @@ class Chunks:
                 assert place is not None
                 path = ", ".join(place.volume.paths)
                 raise CorruptionError(
-                    f"a checkpointed activation changed on storage: {piece.nbytes} bytes at {place.offset} of "
-                    f"{path} have the checksum {found}, not {piece.checksum}. No step was committed with these bytes: "
-                    "check the drive, start a new process, and call offload() with existing='resume'",
+                    "a checkpointed activation that was read from storage has a wrong checksum: "
+                    f"{piece.nbytes} bytes at {place.offset} of {path} have {found}, not {piece.checksum}. No step was "
+                    "committed with these bytes: check the drive, start a new process, and call offload() with "
+                    "existing='resume'",
                     path=path,
                     offset=place.offset,
                     nbytes=piece.nbytes,
                 )
 
     def _failed(self, chunk: ActivationChunk) -> None:
-        """Frees a chunk whose content is lost."""
+        """Frees a chunk whose content must not be used."""
         chunk.clear()
         self._held.pop(chunk, None)
         self._loose.pop(chunk, None)
         self._free.append(chunk)
 
     def _empty(self, chunk: ActivationChunk) -> None:
-        """Empties a loose chunk once its copy and transfer have ended; frees the place of a dead piece."""
+        """Waits for a loose chunk's copy and transfer, then empties the chunk; frees the place of a dead piece."""
         self._copied(chunk)
         self._transferred(chunk)
         self._loose.pop(chunk, None)
@@ -442,7 +454,10 @@ class Chunks:
     # --- the end -----------------------------------------------------------------------
 
     def drop(self, piece: Piece) -> None:
-        """Releases a piece that no graph needs, with its chunk and its place on storage."""
+        """Marks a piece that no graph needs as dead, and frees its chunk and its place on storage.
+
+        If a copy or transfer of the chunk is under way, the chunk becomes loose, and `_empty` frees the place later.
+        """
         piece.die()
         chunk = piece.chunk
         if chunk is None:
@@ -471,7 +486,11 @@ class Chunks:
         return sum(int(ring.region.mapped_bytes + ring.stats()["tables"]) for ring in self._rings)
 
     def close(self) -> None:
-        """Releases all memory and files, once all transfers have ended."""
+        """Waits for all copies and transfers, and releases all memory and files.
+
+        Raises:
+            StorageError: a write failed, and its ticket has not raised the error.
+        """
         copies = [chunk.copy for chunk in (*self._held, *self._loose, *self._free) if chunk.copy is not None]
         try:
             for copy in copies:
@@ -479,7 +498,7 @@ class Chunks:
                 with contextlib.suppress(Exception):
                     copy.wait()
         finally:
-            # Chunks may be dropped before their transfers end: the ticket of a transfer keeps the memory alive.
+            # Chunks and tickets may be dropped before their transfers end: a transfer keeps its memory alive.
             self._free.clear()
             self._held.clear()
             self._loose.clear()

@@ -1,8 +1,8 @@
 """The systems that the benchmark compares: memascend, torch in memory, torch's FSDP2, and DeepSpeed.
 
-Each of them has a module with two functions. `ready()` imports the libraries that training needs, and returns them. The
-benchmark measures memory only after this call. `begin(work, settings, storage)` makes the model and returns a `System`.
-The module of a peer is imported only in the peer's environment.
+Each system names a module with two functions. `ready()` imports the libraries that training needs, and returns them.
+The benchmark measures memory only after this call. `begin(work, settings, storage)` makes the model and returns a
+`System`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains with torch's FSDP2 and its CPU offload on one rank.
 
-Parameters are fp32; FSDP2 gathers them in the model's dtype.
+Parameters are fp32; FSDP2 gathers them in the workload's dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def ready() -> list[ModuleType]:
 
 
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Sharded:  # noqa: ARG001 - part of every `begin`
-    """Makes the model. Shards each of its blocks over a process group of one process."""
+    """Makes the model. Shards each of its blocks, and then the rest of it, over a process group of one process."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -67,7 +67,7 @@ class Sharded:
         return in_ram.one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """Clips the gradients, makes the optimizer's step, and drops the gradients."""
+        """Clips the gradients if the workload clips, makes the optimizer's step, and drops the gradients."""
         import torch
 
         if self.work.clip is not None:

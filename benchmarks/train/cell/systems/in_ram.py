@@ -49,7 +49,7 @@ class InRam:
         import torch
 
         self.model, self.clip, self.scale = model, clip, scale
-        self.grad_norm: float | None = None  # the norm of the last step's gradients; None if `clip` is None
+        self.grad_norm: float | None = None  # the norm before the last clipping; None before the first
         self.parameters = list(model.parameters())
         self.masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
         self.adam = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
@@ -59,7 +59,7 @@ class InRam:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Computes the gradients of the loss. If the system has a loss scale, the gradients are multiplied by it."""
+        """Computes the gradients of the loss. If there is a loss scale, multiplies the loss by it first."""
         (loss if self.scale is None else loss * self.scale).backward()
 
     def accumulate(self, batches: list[Any]) -> Any:
@@ -67,9 +67,9 @@ class InRam:
         return one_after_the_other(self, batches)
 
     def update(self) -> None:
-        """Updates the master weights and the model.
+        """Updates the master weights and the model, and drops the gradients.
 
-        If gradients overflowed, skips the step and halves the loss scale.
+        If there is a loss scale and gradients overflowed, skips the update and halves the loss scale.
         """
         import torch
 
@@ -87,7 +87,7 @@ class InRam:
         self.adam.zero_grad()
 
     def _finite(self) -> bool:
-        """True if no gradient overflowed.
+        """True if all gradients are finite. Without a loss scale, does not look at them and returns True.
 
         Also divides the gradients by the loss scale, and halves the loss scale after an overflow.
         """

@@ -30,13 +30,13 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 
     `settings` may have these entries:
 
-    - `smallest`: True means the smallest budget that works.
+    - `smallest`: True means the smallest budget that works. Then `host_memory` is ignored.
     - `host_memory`: a budget. The text "1.5x" means 1.5 times the smallest budget that works.
-    - `held`: the percentage of parameters that the budget keeps in RAM.
+    - `held`: the `percent` of `held_budget`, which replaces any other budget.
     - `lean`: True means that the model is made on "meta" and its values are made in the store. The model is then never
       in memory as a whole.
     - `weights`: a folder that has the values of `made()`. The model is made on "meta" and gets these values. True means
-      a new folder, which another process writes.
+      a new folder, into which another process writes the values.
     - `turns`: True means that micro-batches are computed one after the other, not by layer.
     - `state`, `durability`, `activations`: options of `offload()`.
     """
@@ -75,7 +75,7 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Ours:
 def checkpoint(work: Workload, settings: dict[str, Any], storage: Path) -> Path:
     """Returns the checkpoint folder that `settings["weights"]` names.
 
-    If it names no folder, writes a new checkpoint.
+    If it names no folder, writes a new checkpoint into `storage` and returns its folder.
     """
     if isinstance(settings.get("weights"), str):
         return Path(settings["weights"])
@@ -88,12 +88,18 @@ def write(work: Workload, folder: Path) -> None:
     """Writes the values of `made()` to a checkpoint folder.
 
     A new process writes them, so that this process never has the model in memory.
+
+    Raises:
+        SystemExit: the new process failed.
     """
     writer = multiprocessing.get_context("spawn").Process(target=_write, args=(work, folder))
     writer.start()
     writer.join()
     if writer.exitcode:
-        raise SystemExit(f"could not write the model's values to {folder}: the error is above")
+        raise SystemExit(
+            f"could not write the model's values to {folder}: see the error above; if there is none, the kernel may "
+            "have killed the writing process for lack of memory"
+        )
 
 
 def _write(work: Workload, folder: Path) -> None:
@@ -117,7 +123,10 @@ def smallest_budget(model: Any, optimizer: Any, options: dict[str, Any]) -> int:
 
 
 def held_budget(model: Any, optimizer: Any, options: dict[str, Any], percent: int) -> int:
-    """Returns the `host_memory` that keeps `percent` % of the parameters in RAM. Does not offload the model."""
+    """Returns the `host_memory` that keeps about `percent` % of the parameters in RAM. Does not offload the model.
+
+    This is the default budget plus `percent` % of the memory that keeps all records in RAM.
+    """
     from memascend.plan.options import Options
     from memascend.session.decide import planned
 
@@ -136,7 +145,7 @@ class Ours:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def backward(self, loss: Any) -> None:
-        """Computes the gradients of a loss. If there is a loss scale, the optimizer computes them."""
+        """Computes the gradients of a loss. In fp16, `optimizer.backward` multiplies the loss by the loss scale."""
         if self.scaled:
             self.optimizer.backward(loss)
         else:
@@ -174,7 +183,7 @@ def moved(optimizer: OffloadedOptimizer) -> int:
 
 
 def way(optimizer: OffloadedOptimizer) -> str:
-    """Returns the part of the next step that writes deferred updates; "" if no updates are deferred.
+    """Returns the part of the next step that writes deferred updates; "" if no step has deferred updates yet.
 
     The part is "forward" or "backward".
     """
@@ -182,9 +191,9 @@ def way(optimizer: OffloadedOptimizer) -> str:
 
 
 def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
-    """Closes an optimizer; returns its report and its plan.
+    """Closes an optimizer; returns its report, and the memory and the bytes of a step from its plan.
 
-    "in_turn_since" has the reasons why micro-batches were not computed by layer.
+    "in_turn_since" has the reasons for which `accumulate()` computed micro-batches one after the other.
     """
     plan = optimizer.plan
     said = {

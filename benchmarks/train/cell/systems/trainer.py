@@ -1,4 +1,4 @@
-"""Trains with memascend in TRL's SFTTrainer. The model is from a checkpoint, and the examples are tokenized."""
+"""Trains with memascend in TRL's SFTTrainer. The model comes from a checkpoint, and the dataset contains token ids."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ def ready() -> list[ModuleType]:
 def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
     """Makes a Trainer and offloads its model and optimizer.
 
-    `settings` may have `weights`, `turns`, `host_memory` and `activations`, with the meaning that they have in
-    `ours.begin`.
+    `settings` may have these entries:
+
+    - `weights`: the checkpoint folder of the model. If it names no folder, `begin` writes a new checkpoint.
+    - `turns`: True means that micro-batches are computed one after the other, not by layer.
+    - `host_memory`, `activations`: options of `memascend.trainer.offload()`. The default of `host_memory` is "default".
     """
     import trl
     from datasets import Dataset
@@ -53,10 +56,10 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Trainer:
             str(folder), args=config, train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=tokenizer(),
         )  # fmt: skip
-    # PrinterCallback would print each log to standard output, which has the cell's answer.
+    # PrinterCallback would print each log to standard output, where the cell prints its answer.
     trainer.remove_callback(PrinterCallback)
-    # By default, `memascend.trainer.offload()` uses all spare RAM of the machine. With "default", it streams the state
-    # as `memascend.offload()` does.
+    # Without `host_memory`, `memascend.trainer.offload()` uses the memory that the machine can spare. With "default",
+    # it uses the default budget of `memascend.offload()`.
     options = {name: settings[name] for name in ("host_memory", "activations") if name in settings}
     options.setdefault("host_memory", "default")
     optimizer = memascend.trainer.offload(
@@ -82,7 +85,7 @@ def tokenizer() -> Any:
 
 
 class Trainer:
-    """Trains with the training loop of a Trainer."""
+    """Trains with the training loop of TRL's SFTTrainer."""
 
     def __init__(self, trainer: Any, optimizer: Any, *, turns: bool) -> None:
         self.trainer, self.optimizer = trainer, optimizer
@@ -103,14 +106,15 @@ class Trainer:
         return ours.way(self.optimizer)
 
     def end(self) -> dict[str, Any]:
-        """Closes the optimizer; returns its report and its plan."""
+        """Closes the optimizer; returns its report and its plan, as `ours.ended` does."""
         return ours.ended(self.optimizer)
 
 
 def _clock(record: Record) -> Any:
-    """Returns a callback that adds each step to a record.
+    """Returns a callback that adds each step to `record`, and stops the Trainer when `record` has enough steps.
 
-    A step ends when the Trainer logs its loss. The next step begins at this moment.
+    A step ends when the Trainer logs its loss. The next step begins at this moment. The first step begins when the
+    callback is made.
     """
     from transformers import TrainerCallback
 
@@ -130,9 +134,9 @@ def _clock(record: Record) -> Any:
 
 
 def substeps() -> Any:
-    """Returns a callback that has `on_substep_end`.
+    """Returns a callback that overrides `on_substep_end()`.
 
-    If a callback has it, memascend does not compute micro-batches by layer.
+    With such a callback, memascend computes micro-batches one after the other, not by layer.
     """
     from transformers import TrainerCallback
 

@@ -18,7 +18,7 @@ __all__ = ["Zero", "begin", "config", "ready"]
 def ready() -> list[ModuleType]:
     """Imports the libraries that a user of this system imports; returns them.
 
-    Also makes DeepSpeed import the modules that it would import later. They must not count as memory of training.
+    Also loads DeepSpeed's extensions and makes its process group, so that they do not count as memory of training.
     """
     import deepspeed
 
@@ -47,16 +47,17 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
 
 
 def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration, with the smallest buffers that work and the fastest I/O.
+    """Returns DeepSpeed's configuration, with small buffers and fast I/O.
 
-    `settings` may have these entries:
+    `settings` must have `stage`, `state` and, for stage 3, `parameters`. The other entries are optional.
 
     - `stage`: the stage of ZeRO.
     - `parameters`, `state`: where DeepSpeed puts the parameters and the optimizer state: "nvme", "cpu" or "none".
-    - `parameter_buffers`, `state_buffers`: the numbers of buffers, which `benchmarks.train.tuning` finds.
+    - `parameter_buffers`, `state_buffers`: the numbers of swap buffers, which `benchmarks.train.tuning` finds.
     - `pipelined`: True means that DeepSpeed reads the next group's state and writes the previous group's state while it
       updates a group.
-    - `lean`: True means that parameters leave memory while the model is made.
+    - `lean`: True means that DeepSpeed moves each parameter to `parameters` while the model is made. Only stage 3 uses
+      it.
     """
     largest = work.vocabulary * work.hidden
     matrix = work.hidden * work.intermediate
@@ -111,7 +112,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         },
     }
     if work.dtype == "float16":
-        # With these settings, DeepSpeed halves the loss scale after the first overflow, as the other systems do.
+        # With hysteresis 1, DeepSpeed halves the loss scale after each overflow, as memascend and `in_ram` do.
         scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
         described["fp16"] = {"enabled": True, **scale}
     else:
@@ -136,8 +137,8 @@ class Zero:
     def accumulate(self, batches: list[Any]) -> Any:
         """Computes the gradients of all micro-batches of a step; returns their mean loss.
 
-        DeepSpeed needs a `step()` after each micro-batch to count them. It divides the gradients by the number of
-        micro-batches.
+        DeepSpeed counts micro-batches by the calls of `step()`. This function calls `step()` after each micro-batch but
+        the last, and `update` calls it after the last. DeepSpeed divides the gradients by the number of micro-batches.
         """
         total = 0.0
         for batch in batches:
