@@ -37,6 +37,19 @@ def encode(tokenizer: AutoTokenizer, messages: list[dict[str, str]], length: int
     return ids, [one if end > len(before) else -100 for one, end in zip(ids, ends, strict=False)]
 
 
+def read_rows(tokenizer: AutoTokenizer, path: Path, length: int) -> list[tuple[list[int], list[int]]]:
+    """Reads and encodes conversations. Leaves out a conversation if `length` cuts off the assistant's whole message.
+
+    Such a row has no labels, so the model would compute NaN as the mean of its loss.
+    """
+    with path.open(encoding="utf-8") as file:
+        encoded = [encode(tokenizer, json.loads(line)["messages"], length) for line in file]
+    rows = [(ids, labels) for ids, labels in encoded if any(label != -100 for label in labels[1:])]
+    if len(rows) < len(encoded):
+        print(f"rows left out, because --max-length {length} cuts off their answers: {len(encoded) - len(rows)}")
+    return rows
+
+
 def collate(rows: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor]:
     """Makes a batch of rows. Pads shorter rows with tokens that attention and loss ignore."""
     length = max(len(ids) for ids, _ in rows)
@@ -69,8 +82,7 @@ def main() -> None:
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    with options.data.open(encoding="utf-8") as file:
-        rows = [encode(tokenizer, json.loads(line)["messages"], options.max_length) for line in file]
+    rows = read_rows(tokenizer, options.data, options.max_length)
     together = options.batch * options.accumulate
     per_epoch = len(rows) // together
     steps = options.steps or per_epoch

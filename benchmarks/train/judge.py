@@ -30,7 +30,7 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             found[system] = {"error": cell["error"]}
             continue
         result: dict[str, Any] = {
-            "seconds": {part: statistics.median(taken) for part, taken in cell["seconds"].items()},
+            "seconds": {part: statistics.median(taken) for part, taken in cell["seconds"].items() if taken},
             "spread": [min(cell["seconds"]["step"]), max(cell["seconds"]["step"])],
             "mean": cell["mean"],
             "added_bytes": cell["added_bytes"],

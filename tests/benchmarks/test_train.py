@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.train.cell.record import Record
 from benchmarks.train.cell.workload import WORKLOADS
 from benchmarks.train.code import code_hash
 from benchmarks.train.judge import bound, judged, loss_difference
@@ -24,7 +25,7 @@ def cell(losses=FALLING, step=1.0, added=100, **more):
     seconds = {"step": [step, step], "forward": [step / 4] * 2, "backward": [step / 2] * 2, "update": [step / 4] * 2}
     figures = {"read_per_parameter": 1.0, "written_per_parameter": 2.0, "counted_per_parameter": None}
     peaks = {"peak_bytes": 1000, "set_up_peak_bytes": 2000, "cgroup_peak_bytes": None}
-    return {"losses": losses, "seconds": seconds, "mean": {}, "added_bytes": added, **figures, **peaks, **more}
+    return {"losses": losses, "seconds": seconds, "mean": {}, "added_bytes": added} | figures | peaks | more
 
 
 def test_a_system_that_trains_something_else_gets_no_figures():
@@ -73,6 +74,19 @@ def test_without_a_reference_nothing_is_claimed_of_losses():
     cells = judged({"memascend": cell()})
     assert cells["memascend"]["losses"].startswith("not compared")
     assert "loss_difference" not in cells["memascend"]
+
+
+def test_a_step_without_parts_has_only_its_whole_time(tmp_path):
+    class Whole:
+        def counted(self):
+            return None
+
+    record = Record({"warm": 0, "steps": 2}, tmp_path, Whole())
+    for loss in FALLING[:2]:
+        record.add(loss, [record.now(), record.now()])
+    found = judged({"torch": cell(), "memascend-trainer": cell(FALLING[:2], seconds=record.values(10)["seconds"])})
+    assert set(found["memascend-trainer"]["seconds"]) == {"step"}
+    assert found["memascend-trainer"]["of_memory_seconds"] > 0
 
 
 def test_the_bound_is_the_longer_of_computing_and_moving():

@@ -176,6 +176,16 @@ def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "a").chat_template
 
 
+def test_finetune_leaves_out_rows_whose_answers_are_cut_off(run, small, tmp_path):
+    _, _, _, data, *_ = small
+    row = data.read_text().splitlines()[0]
+    data.write_text("\n".join([row, row.replace("What is it?", "What is it? " * 100), row]))
+    more = ("--accumulate", 1, "--max-length", 100)
+    found = run("finetune.py", *small, "--output", tmp_path / "out", *more)
+    assert "cuts off their answers: 1\n" in found
+    assert [step for step, _ in losses(found)] == list("12")
+
+
 def test_small_model(run, tmp_path):
     """small_model.py makes the files that README's commands use.
 

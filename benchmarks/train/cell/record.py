@@ -78,7 +78,8 @@ class Record:
             self._between.append(whole)
             self._ways.append(self._next)
             self._seconds["step"].append(whole["wall"])
-            for part, first, last in zip(_PARTS, at, at[1:], strict=False):
+            parts = _PARTS if len(at) > len(_PARTS) else ()
+            for part, first, last in zip(parts, at, at[1:], strict=False):
                 self._seconds[part].append(last.wall - first.wall)
         self.steps += 1
         self._last, self._next = self._counted(), self._way()

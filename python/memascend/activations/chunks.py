@@ -361,7 +361,8 @@ class Chunks:
         `copied`, count as used. The method returns at the first piece for which no chunk is left.
         """
         for piece in pieces:
-            if piece.chunk is not None:
+            # A piece that is in no chunk and on no storage was lost; `give` raises the error.
+            if piece.chunk is not None or piece.place is None:
                 continue
             if self._free:
                 chunk = self._free.pop()
