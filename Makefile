@@ -252,7 +252,7 @@ gpu: ## One slice of the tests of a GPU, from the wheel in dist/; goes on where 
 .PHONY: soak
 soak: setup ## Tests that run for minutes
 	$(BIN)/pytest -m soak --timeout 1800
-	MEMASCEND_SEEDS=20000 cargo test --release --locked -p memascend-store --test stores crash::random_lives
+	MEMASCEND_SEEDS=20000 cargo test --release --locked -p memascend-store --test stores crash::random_lives_open_at_a_committed_step
 
 .PHONY: mutants
 mutants: setup ## Whether the tests notice each known fault; MUTANTS="store grads" for some (all: half an hour)

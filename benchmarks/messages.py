@@ -93,22 +93,22 @@ def watch() -> dict[str, float]:
     from memascend.distributed.control_plane import Exchange
 
     counts: dict[str, float] = {"sends": 0, "bytes": 0, "exchanges": 0, "seconds": 0.0}
-    send, hear = distributed.isend, Exchange._heard  # noqa: SLF001
+    send, messages = distributed.isend, Exchange._messages  # noqa: SLF001
 
     def sent(tensor: Any, *given: Any, **named: Any) -> Any:
         counts["sends"] += 1
         counts["bytes"] += tensor.nbytes
         return send(tensor, *given, **named)
 
-    def heard(*given: Any, **named: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         began = time.perf_counter()
         try:
-            return hear(*given, **named)
+            return messages(*given, **named)
         finally:
             counts["exchanges"] += 1
             counts["seconds"] += time.perf_counter() - began
 
-    distributed.isend, Exchange._heard = sent, heard  # type: ignore[assignment,method-assign]  # noqa: SLF001
+    distributed.isend, Exchange._messages = sent, counted  # type: ignore[assignment,method-assign]  # noqa: SLF001
     return counts
 
 

@@ -67,7 +67,7 @@ def written(tmp_path, **options):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_has_no_room_goes_to_storage(tmp_path, reentrant):
+def test_activations_beyond_the_host_budget_go_to_storage(tmp_path, reentrant):
     most, group = comfortable(tmp_path)
     kept = (BLOCKS + 1) * NBYTES * STEPS
     # In each step, the backward may use the pieces in the last three chunks before the run has written these pieces.
@@ -84,7 +84,7 @@ def test_what_has_no_room_goes_to_storage(tmp_path, reentrant):
     assert kept - last <= written(tmp_path, reentrant=reentrant, activations="ssd") <= kept
 
 
-def test_the_plan_has_what_the_budget_leaves(tmp_path):
+def test_plan_sizes_the_activation_groups_from_the_remaining_budget(tmp_path):
     most, group = comfortable(tmp_path)
     _, optimizer = offloaded(tmp_path, existing="replace")
     with optimizer:
@@ -103,7 +103,7 @@ def test_the_plan_has_what_the_budget_leaves(tmp_path):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["host", "ssd"])
-def test_what_is_kept_is_gone_from_the_device(tmp_path, where, reentrant):
+def test_offloaded_block_inputs_are_freed_on_the_device(tmp_path, where, reentrant):
     model, optimizer = offloaded(tmp_path, reentrant=reentrant, activations=where)
     with optimizer:
         x = rows()
@@ -116,7 +116,7 @@ def test_what_is_kept_is_gone_from_the_device(tmp_path, where, reentrant):
         loss.backward()
 
 
-def test_a_graph_that_is_dropped_leaves_nothing(tmp_path):
+def test_dropped_graph_releases_its_activations_and_chunks(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         x = rows()
@@ -135,7 +135,7 @@ def test_a_graph_that_is_dropped_leaves_nothing(tmp_path):
         assert not keeper(model)._chunks._held
 
 
-def test_what_is_changed_in_place_is_right_or_refused(tmp_path):
+def test_input_changed_in_place_before_its_device_copy_ends_is_rejected(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         x = rows().detach()
@@ -150,7 +150,7 @@ def test_what_is_changed_in_place_is_right_or_refused(tmp_path):
             model(x)
 
 
-def test_a_device_that_fails_is_heard_of_and_nothing_is_committed(tmp_path, monkeypatch):
+def test_backward_reports_a_device_failure_and_the_next_step_commits(tmp_path, monkeypatch):
     model, optimizer = offloaded(tmp_path)
 
     def fails(*_):
@@ -169,7 +169,7 @@ def test_a_device_that_fails_is_heard_of_and_nothing_is_committed(tmp_path, monk
         assert optimizer.steps == 1
 
 
-def test_memory_that_is_not_to_be_had_is_storage(tmp_path, monkeypatch, caplog):
+def test_activations_go_to_storage_when_chunk_allocation_fails(tmp_path, monkeypatch, caplog):
     """If an allocation of chunks fails, activations go to storage. The plan does not guarantee the chunks."""
     real = activation_memory.memory.ChunkRing
 

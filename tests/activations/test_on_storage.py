@@ -40,12 +40,12 @@ def require_same_as_on_the_device(tmp_path, **options):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("chunks")
-def test_the_same_bits(tmp_path, reentrant):
+def test_activations_on_storage_give_the_same_bits_as_on_the_device(tmp_path, reentrant):
     require_same_as_on_the_device(tmp_path, reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
+def test_block_inputs_on_storage_are_freed_in_memory(tmp_path, reentrant):
     model, optimizer = offloaded(tmp_path, reentrant=reentrant)
     with optimizer:
         x = rows()
@@ -60,7 +60,7 @@ def test_what_is_kept_is_gone_from_memory(tmp_path, reentrant):
 
 
 @pytest.mark.usefixtures("chunks")
-def test_room_is_used_again(tmp_path):
+def test_later_steps_reuse_the_space_of_the_scratch_file(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         room = keeper(model)._chunks._room
@@ -72,7 +72,7 @@ def test_room_is_used_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.store"]
 
 
-def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
+def test_tensor_shared_by_all_blocks_is_written_once_until_it_changes(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         shared = torch.randn(ROWS, WIDTH)
@@ -89,7 +89,7 @@ def test_a_tensor_that_all_blocks_share_is_kept_once(tmp_path):
         assert keeper(model).counters["written"] == (3 * BLOCKS + 3) * shared.nbytes
 
 
-def test_what_is_changed_in_place_afterwards_or_read_twice_was_kept_as_it_was(tmp_path):
+def test_in_place_change_and_second_backward_use_the_saved_values(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         x = rows().detach()
@@ -114,7 +114,7 @@ class Tail(nn.Module):
         return self.last(checkpoint(self.first, x, use_reentrant=False)).exp()
 
 
-def test_what_no_checkpoint_saves_stays(tmp_path):
+def test_only_inputs_of_checkpointed_blocks_are_written(tmp_path):
     model, optimizer = chains.offloaded(tmp_path / "s", Tail(), activations="ssd", units=["first", "last"])
     with optimizer:
         x = rows()
@@ -122,7 +122,7 @@ def test_what_no_checkpoint_saves_stays(tmp_path):
         assert keeper(model).counters["written"] == x.nbytes
 
 
-def test_damage_is_named_and_nothing_is_committed(tmp_path, monkeypatch):
+def test_backward_names_the_damaged_bytes_and_the_next_step_commits(tmp_path, monkeypatch):
     monkeypatch.setattr(decision, "ACTIVATION_CHUNKS", {4096: 3})
     model, optimizer = offloaded(tmp_path)
     with optimizer:
@@ -141,7 +141,7 @@ def test_damage_is_named_and_nothing_is_committed(tmp_path, monkeypatch):
         assert optimizer.steps == 1
 
 
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
+def test_full_disk_error_proposes_scratch_and_the_next_step_commits(tmp_path, monkeypatch):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         assert optimizer.steps == 1
 
 
-def test_a_graph_that_outlives_the_optimizer(tmp_path):
+def test_backward_after_close_is_rejected(tmp_path):
     model, optimizer = offloaded(tmp_path)
     loss = model(rows()).square().mean()
     optimizer.close()
@@ -163,7 +163,7 @@ def test_a_graph_that_outlives_the_optimizer(tmp_path):
         loss.backward()
 
 
-def test_scratch_is_where_they_go(tmp_path, monkeypatch):
+def test_activations_are_written_to_the_scratch_folder(tmp_path, monkeypatch):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     opened = []
@@ -175,7 +175,7 @@ def test_scratch_is_where_they_go(tmp_path, monkeypatch):
         assert [[path.parent for path in paths] for paths in opened] == [[folder]]
 
 
-def test_host_is_where_they_are(tmp_path):
+def test_host_activations_on_the_cpu_are_not_copied(tmp_path):
     """On the CPU, activations="host" copies no activation and allocates no chunks."""
     require_same_as_on_the_device(tmp_path, activations="host")
     model, optimizer = offloaded(tmp_path, existing="replace", activations="host")

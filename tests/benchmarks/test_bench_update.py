@@ -35,7 +35,7 @@ def python(tmp_path):
     return path
 
 
-def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
+def test_swapper_starts_with_the_fewest_working_buffers(python, tmp_path):
     with Swapper(python, tmp_path / "state", bag.SAMPLE) as swapper:
         assert [swapper.step() for _ in range(3)] == [2.0] * 3
         assert swapper.compared(bag.values(bag.SAMPLE).float()) == {
@@ -46,7 +46,7 @@ def test_it_is_started_with_the_fewest_buffers_that_work(python, tmp_path):
         }
 
 
-def test_it_stands_beside_our_update_once_its_parameters_are_ours(python, tmp_path, capsys):
+def test_report_has_deepspeed_only_if_its_parameters_equal_ours(python, tmp_path, capsys):
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--json"]
     # The benchmark takes three steps. The first two steps are a warm-up.
     expected = trained(3)
@@ -77,7 +77,7 @@ def trained(steps):
 
 
 @pytest.mark.parametrize(("state", "moved"), [("own", 26), ("fp32", 24), ("bf16", 16), ("8bit", 12.3125)])
-def test_an_update_of_each_state_moves_its_bytes(state, moved, capsys, tmp_path, monkeypatch):
+def test_update_moves_the_expected_bytes_per_parameter_in_each_state(state, moved, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_update.environment, "found", lambda _: None)
     words = ["--parameters", "1", "--rounds", "1", "--no-fio", "--storage", str(tmp_path), "--state", state, "--json"]
     bench_update.main(words)

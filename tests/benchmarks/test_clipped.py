@@ -11,7 +11,7 @@ from benchmarks import clipped, predicted
     ("count", "low", "high", "confidence"),
     [(12, 3, 10, 1 - 2 * 79 / 4096), (6, 1, 6, 1 - 2 / 64), (5, 1, 5, 1 - 2 / 32), (1, 1, 1, 0.0)],
 )
-def test_a_median_lies_between_order_statistics(count, low, high, confidence):
+def test_median_interval_lies_between_order_statistics(count, low, high, confidence):
     """The binomial distribution gives the interval of a median.
 
     Of 12 values, the interval is from the 3rd to the 10th value. Of six or fewer values, it is from the smallest to the
@@ -20,7 +20,7 @@ def test_a_median_lies_between_order_statistics(count, low, high, confidence):
     assert clipped.median_interval(list(range(count, 0, -1))) == (low, high, confidence)
 
 
-def test_runs_that_differ_are_told_apart_from_runs_that_spread():
+def test_ratio_interval_excludes_1_only_for_runs_that_differ():
     old = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
     ratio, low, high = clipped.ratio_interval([2 * one for one in old], old)
     assert low < ratio == 2.0 < high
@@ -31,7 +31,7 @@ def test_runs_that_differ_are_told_apart_from_runs_that_spread():
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (1.11, "MISSED")])
 @pytest.mark.parametrize("length", [128, 512])
-def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, length):
+def test_clipped_verdict_compares_paired_rounds_and_needs_long_steps(seconds, verdict, length):
     """In each case, the rounds get slower by the same factors.
 
     A verdict must therefore compare a round of one case with the same round of the other case.
@@ -47,7 +47,7 @@ def test_a_verdict_is_of_paired_rounds_and_of_long_steps(seconds, verdict, lengt
     assert (f"at most 1.1: {verdict};" in line) == (length == 512)
 
 
-def test_a_run_is_compared_with_one_of_the_same_settings_alone(tmp_path):
+def test_earlier_run_with_other_settings_is_rejected(tmp_path):
     path, settings = tmp_path / "clipped_memory.json", {"table": "memory", "length": 512}
     path.write_text(json.dumps({"settings": settings, "cases": {"unclipped": {"rounds": [1.0]}}}))
     assert clipped._before(path, settings) == {"unclipped": {"rounds": [1.0]}}
@@ -63,7 +63,7 @@ def _case(rounds):
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.09, "met"), (0.91, "met"), (1.11, "MISSED"), (0.89, "MISSED")])
-def test_a_verdict_is_of_the_way_that_the_run_took(seconds, verdict):
+def test_predicted_verdict_uses_the_way_that_the_run_took(seconds, verdict):
     case = {
         "seconds": [seconds, 9.0, 0.1], "way": "next forward", "predicted": {"next forward": 1.0, "early": 2.0},
         "drive": 0.5, "held": 0.35, "parameters": 96e6,

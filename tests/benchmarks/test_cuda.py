@@ -15,7 +15,7 @@ DRIVE = Drive(read=2.2e9, write=3.6e9, mixed=3e9)
 
 
 @pytest.mark.parametrize(("gpu", "card"), [("h200", "24GiB"), ("3060", "12GiB")])
-def test_the_headline_fits_the_card_and_the_time(gpu, card):
+def test_headline_questions_fit_the_card_and_the_time_limit(gpu, card):
     options = argparse.Namespace(model="qwen2.5-1.5b", length=1024, device="cuda", gpu=gpu, card=card)
     wanted, asked = headline.questions(options, DRIVE)
     assert wanted == pytest.approx(0.93, abs=0.1)
@@ -44,7 +44,7 @@ TOY = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trl", [True, False])
-def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
+def test_headline_at_toy_size_writes_the_result_of_each_cell(tmp_path, monkeypatch, trl):
     """Runs the benchmark with --headline on the CPU.
 
     All cells train the same model. When a cell ends, the benchmark writes the cell's result.
@@ -74,7 +74,7 @@ def test_the_headline_at_toy_size(tmp_path, monkeypatch, trl):
 
 
 @pytest.mark.parametrize("parameters", [400_000, 30_000_000, 2_000_000_000])
-def test_the_largest_that_fits(parameters):
+def test_shape_has_at_most_the_asked_number_of_parameters(parameters):
     vocabulary = 64 if parameters < 10**7 else 32_768
     count = cuda.count_of(cuda.bodiless(cuda.shape(parameters, vocabulary)))
     assert 0.8 * parameters < count <= parameters
@@ -82,7 +82,7 @@ def test_the_largest_that_fits(parameters):
         cuda.shape(1000)
 
 
-def test_the_bound():
+def test_bound_is_the_longest_of_compute_disk_and_pcie():
     """In each part of the step, the bound is the longest time of compute, disk and PCIe.
 
     PCIe transfers in both directions at the same time.
@@ -100,7 +100,7 @@ def test_the_bound():
     assert found["step"] == pytest.approx(12.0)
 
 
-def test_the_longest_context():
+def test_longest_finds_a_context_length_near_the_maximum():
     for most in (300, 512, 700, 3000, 4096, 100_000):
         found = cuda.longest(lambda length, most=most: length <= most, 1 << 15)
         assert found <= min(most, 1 << 15)

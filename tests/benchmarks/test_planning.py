@@ -26,7 +26,7 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
-def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypatch, seconds, deepest):
+def test_model_seconds_extrapolates_from_the_measured_blocks(config, monkeypatch, seconds, deepest):
     """A simulated pass takes a constant time, and the same additional time for each of the 12 blocks.
 
     If the blocks are slower, the benchmark measures fewer blocks.
@@ -44,7 +44,7 @@ def test_blocks_that_are_not_computed_take_what_the_others_take(config, monkeypa
     assert depths[1] <= deepest
 
 
-def test_a_shallow_model_has_the_first_blocks_and_computes(config):
+def test_shallow_model_keeps_the_first_blocks_only_if_blocks_are_alike(config):
     model = describe(config, None)[0]
     assert processor._depth(model) == 12
     assert len(processor._shallow(model, 3).model.layers) == 3
@@ -60,7 +60,7 @@ def test_a_shallow_model_has_the_first_blocks_and_computes(config):
     assert processor._depth(nn.ModuleDict({"blocks": experts})) == 5
 
 
-def test_a_step_has_the_update_of_the_format_that_is_asked_for(capsys, config, monkeypatch):
+def test_step_seconds_use_the_update_speed_of_the_asked_state(capsys, config, monkeypatch):
     monkeypatch.setattr(processor, "measure", lambda *_: PROCESSOR)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1024)
     asked = ("--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
@@ -84,7 +84,7 @@ def test_shapes_add_up_to_the_published_size(model):
     assert sum(sum(unit) for unit in unit_bytes(model)) // 2 == model["parameters"]
 
 
-def test_a_reservation_by_hand():
+def test_reserve_equals_a_reservation_computed_by_hand():
     embedding, block, head = (1_000_000,), (300_000, 50_000), (1_000_000,)
     result = reserve([embedding, block, block, block, head], window=2)
     # The windows are embedding + block (1,350,000), block + block, and block + head. ZeRO-Infinity keeps tensors of

@@ -28,7 +28,7 @@ def cell(losses=FALLING, step=1.0, added=100, **more):
     return {"losses": losses, "seconds": seconds, "mean": {}, "added_bytes": added} | figures | peaks | more
 
 
-def test_a_system_that_trains_something_else_gets_no_figures():
+def test_system_whose_losses_differ_gets_an_error_instead_of_figures():
     cells = judged(
         {
             "torch": cell(),
@@ -43,14 +43,14 @@ def test_a_system_that_trains_something_else_gets_no_figures():
     assert cells["zero-infinity"] == {"error": "AssertionError"}
 
 
-def test_losses_that_do_not_fall_or_are_no_numbers_prove_nothing():
+def test_loss_difference_is_infinite_for_nan_or_losses_that_do_not_fall():
     assert loss_difference([8.0, 8.0], [8.0, 8.0]) == float("inf")
     assert loss_difference([8.0], [8.0]) == float("inf")
     assert loss_difference([8.0, float("nan")], [8.0, 7.0]) == float("inf")
     assert loss_difference(FALLING, FALLING) == 0
 
 
-def test_ratios_of_each_system_of_ours_are_to_its_peer():
+def test_ratios_compare_each_memascend_system_with_its_peer():
     cells = judged(
         {
             "torch": cell(step=1, added=100),
@@ -70,7 +70,7 @@ def test_ratios_of_each_system_of_ours_are_to_its_peer():
     assert cells["torch"]["peak_bytes"] == 2000
 
 
-def test_without_a_reference_nothing_is_claimed_of_losses():
+def test_losses_without_a_torch_reference_are_not_compared():
     cells = judged({"memascend": cell()})
     assert cells["memascend"]["losses"].startswith("not compared")
     assert "loss_difference" not in cells["memascend"]
@@ -99,7 +99,7 @@ def test_the_bound_is_the_longer_of_computing_and_moving():
     assert kept == {"forward": 3.0, "backward": 2.0, "update": 5.0, "step": 10.0}
 
 
-def test_the_least_is_found_to_its_precision():
+def test_least_finds_the_smallest_working_size_to_its_precision():
     tried = []
 
     def works(size):
@@ -112,12 +112,12 @@ def test_the_least_is_found_to_its_precision():
     assert least(lambda _: False, 100) is None
 
 
-def test_the_most_ends_at_the_first_that_does_not_work():
+def test_most_stops_at_the_first_size_that_does_not_work():
     assert most(lambda size: size < 10, (1, 2, 4, 8, 16, 32)) == 8
     assert most(lambda _: False, (1, 2)) is None
 
 
-def test_what_was_asked_the_same_is_not_measured_again(tmp_path):
+def test_results_reuse_the_figures_of_the_same_question(tmp_path):
     answers = iter(range(10))
     results = Results(tmp_path)
 
@@ -177,7 +177,7 @@ def test_figures_of_other_code_are_measured_again(bench, monkeypatch):
     assert measured() == 2
 
 
-def test_figures_are_of_no_code_if_it_changes_meanwhile(bench, tmp_path, monkeypatch):
+def test_figures_are_rejected_if_the_sources_change_during_the_run(bench, tmp_path, monkeypatch):
     code = ["before"]
     monkeypatch.setattr("benchmarks.train.measure.code_hash", lambda: code[-1])
     with pytest.raises(ConfigError, match="sources changed while"):
@@ -185,7 +185,7 @@ def test_figures_are_of_no_code_if_it_changes_meanwhile(bench, tmp_path, monkeyp
     assert not list((tmp_path / "cells").iterdir())
 
 
-def test_the_code_is_known_by_what_its_sources_hold(tmp_path):
+def test_code_hash_changes_with_each_source_that_decides_a_figure(tmp_path):
     sources = ("python/memascend/one.py", "rust/mem/src/lib.rs", "triton_kernels/one.py", "benchmarks/train/one.py")
     locks = ("Cargo.toml", "Cargo.lock", "requirements/deepspeed.lock")
     for name in (*sources, *locks, "benchmarks/peers/one.py", "benchmarks/reservation.py"):
@@ -210,7 +210,7 @@ def test_parameters_are_counted_from_the_shape():
     assert {name: round(WORKLOADS[f"{name}-1x128"].parameters / 1e6) for name in millions} == millions
 
 
-def test_a_peer_gets_its_environment_and_answers(tmp_path):
+def test_launcher_sets_the_environment_of_a_peer_and_reads_its_result(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(
@@ -222,7 +222,7 @@ def test_a_peer_gets_its_environment_and_answers(tmp_path):
     assert Launcher(tmp_path, python).run(WORK, "zero-offload", steps=1) == {"value": 1}
 
 
-def test_what_runs_beside_a_peer_loads_nothing_else_of_ours():
+def test_programs_run_by_a_peer_load_few_memascend_modules_and_no_torch():
     program = (
         "import sys, benchmarks.train.cell.__main__, benchmarks.train.cell.systems.zero\n"
         "import benchmarks.peers.nvme_update\n"

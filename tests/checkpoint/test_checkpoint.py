@@ -83,7 +83,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("dtype", "kind", "offload"), KINDS)
-def test_it_goes_on_bit_for_bit_elsewhere(tmp_path, monkeypatch, dtype, kind, offload):
+def test_training_resumes_bit_for_bit_from_a_checkpoint_in_another_store(tmp_path, monkeypatch, dtype, kind, offload):
     monkeypatch.setattr(files, "FILE_BYTES_MAX", 700)
     model, optimizer = made(dtype, kind, lr=1e-2)
     model, optimizer = memascend.offload(model, optimizer, storage=tmp_path / "one", gradients="ssd", **offload)
@@ -137,7 +137,7 @@ class Turned(torch.nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradients):
+def test_transposed_parameters_keep_values_and_strides_through_checkpoints(tmp_path, gradients):
     def loss_of(model, seed):
         return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)))
 
@@ -159,7 +159,7 @@ def test_transposed_parameters_go_and_come_whole_also_from_meta(tmp_path, gradie
             assert found[name].stride() == wanted.stride()
 
 
-def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
+def test_channels_last_checkpoint_loads_into_a_contiguous_model(tmp_path):
     def conv(memory_format):
         torch.manual_seed(0)
         # The weight of the first layer is so large that its optimizer state has several chunks.
@@ -191,7 +191,7 @@ def test_another_order_of_dimensions_goes_and_comes_whole(tmp_path):
         assert same_states(everything(model, optimizer), before)
 
 
-def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
+def test_progress_bars_of_save_and_verify_reach_their_total(tmp_path, monkeypatch):
     bars = []
 
     class Bar(Progress):
@@ -210,7 +210,7 @@ def test_a_bar_goes_to_its_end(tmp_path, monkeypatch):
     assert all(bar._done == bar.said[1] > 0 for bar in bars)
 
 
-def test_names_are_those_of_the_state_dict_where_blocks_are_wrapped_for_checkpointing(tmp_path):
+def test_checkpoint_loads_with_and_without_checkpoint_wrapper(tmp_path):
     """A checkpoint loads into models with and without checkpoint_wrapper(), although the wrapper renames parameters."""
 
     def run(*, wraps, steps, **options):
@@ -250,7 +250,7 @@ def saved(tmp_path_factory):
         return folder / "saved", everything(model, optimizer)
 
 
-def test_other_tools_read_it(saved):
+def test_safetensors_tools_read_the_checkpoint(saved):
     folder, values = saved
     model = Mixed().to(torch.bfloat16)
     load_model(model, folder / "model.safetensors")
@@ -261,7 +261,7 @@ def test_other_tools_read_it(saved):
         assert state.get_tensor("embed.weight.updates").item() == 2
 
 
-def test_as_weights_it_begins_anew(saved, tmp_path):
+def test_checkpoint_passed_as_weights_starts_at_step_0(saved, tmp_path):
     folder, values = saved
     with torch.device("meta"):
         model = Mixed().to(torch.bfloat16)
@@ -291,7 +291,7 @@ def refused(folder, tmp_path, error, match, **options):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_start_whose_commit_fails_leaves_values_and_buffers(saved, tmp_path, monkeypatch):
+def test_offload_whose_first_commit_fails_keeps_values_and_buffers(saved, tmp_path, monkeypatch):
     def fails(*_, **__):
         raise memascend.StorageError("no space")
 
@@ -303,7 +303,7 @@ def test_a_start_whose_commit_fails_leaves_values_and_buffers(saved, tmp_path, m
     assert same_states(state(model), before)
 
 
-def test_every_byte_counts(saved, tmp_path):
+def test_flipped_bit_in_any_checkpoint_file_is_detected(saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     dice = random.Random(4)
     for path in (folder / "model.safetensors", folder / "memascend" / "state.safetensors"):
@@ -327,7 +327,7 @@ def test_every_byte_counts(saved, tmp_path):
     checkpoints.Checkpoint(folder).verify()
 
 
-def test_each_part_of_a_tensor_that_several_ranks_wrote_counts(saved, tmp_path):
+def test_verify_checks_each_part_of_a_tensor_that_several_ranks_wrote(saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     path = folder / "memascend" / "manifest.json"
     manifest, first = json.loads(path.read_bytes()), checksum_of(saved[1]["embed.weight"][0])
@@ -338,7 +338,7 @@ def test_each_part_of_a_tensor_that_several_ranks_wrote_counts(saved, tmp_path):
     assert caught.value.nbytes == saved[1]["embed.weight"].nbytes - parts[1][0]
 
 
-def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
+def test_partial_or_mismatched_checkpoint_is_rejected(saved, tmp_path):
     folder = shutil.copytree(saved[0], tmp_path / "copy")
     refused(tmp_path, tmp_path, ConfigError, "is not a checkpoint")
     weights = folder / "model.safetensors"
@@ -365,7 +365,7 @@ def test_what_is_partial_or_of_another_kind_is_refused(saved, tmp_path):
         refused(folder, tmp_path, CorruptionError, match)
 
 
-def test_a_store_that_is_resumed_stands_before_it(saved, tmp_path):
+def test_resumed_store_takes_precedence_over_the_checkpoint(saved, tmp_path):
     model, optimizer = made(seed=3)
     options = {"storage": tmp_path / "run", "existing": "resume", "checkpoint": saved[0]}
     model, optimizer = memascend.offload(model, optimizer, **options)
@@ -394,7 +394,7 @@ def target(tmp_path):
     return tmp_path / "saved"
 
 
-def test_only_between_steps_and_never_over_something_else(running, tmp_path):
+def test_save_rejects_a_staged_step_and_a_folder_with_other_files(running, tmp_path):
     model, optimizer = running
     model(*batches(torch.bfloat16)[0]).backward()
     with pytest.raises(UsageError, match="a step is staged"):
@@ -415,7 +415,7 @@ def test_only_between_steps_and_never_over_something_else(running, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["empty", "mine", "run"]
 
 
-def test_what_fails_leaves_the_old_one(running, tmp_path, monkeypatch):
+def test_failed_save_keeps_the_old_checkpoint(running, tmp_path, monkeypatch):
     model, optimizer = running
     folder = tmp_path / "saved"
     optimizer.save(folder)
@@ -516,7 +516,7 @@ def elsewhere(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-def test_killed_at_any_moment_there_is_a_whole_one(tmp_path, elsewhere, kills):
+def test_checkpoint_stays_complete_when_saving_processes_are_killed(tmp_path, elsewhere, kills):
     found = elsewhere(killed_at_random_moments, tmp_path / "saved", kills, timeout=250 if kills < 10 else 580)
     assert found == ["seen", str(kills)], "a child saved no checkpoint"
 
@@ -556,7 +556,7 @@ def grows(folder, step):
     sampler.end()
 
 
-def test_memory_does_not_grow_with_the_model(tmp_path, elsewhere):
+def test_memory_of_save_and_load_does_not_grow_with_the_model(tmp_path, elsewhere):
     torch.manual_seed(0)
     values = {"embed.weight": torch.randn(WIDTH, 16).bfloat16()}
     for layer in range(2):
@@ -583,7 +583,7 @@ class Configuration:
         (folder / "config.json").write_text(str(self.architectures))
 
 
-def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(running, tmp_path, target, monkeypatch):
+def test_save_syncs_every_file_before_and_the_parent_after_the_exchange(running, tmp_path, target, monkeypatch):
     """Requires that a folder with the target's name is complete, even after a loss of power."""
     model, optimizer = running
     model.config = Configuration()
@@ -620,7 +620,7 @@ def test_all_of_it_is_synced_before_it_is_in_place_and_its_name_afterwards(runni
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_who_comes_second_takes_nothing_away_also_once_the_folder_is_in_its_place(target, is_there):
+def test_second_saver_is_rejected_and_changes_nothing(target, is_there):
     if is_there:
         (target / "memascend").mkdir(parents=True)
         (target / "memascend" / "manifest.json").write_text("{}")
@@ -640,7 +640,7 @@ def test_who_comes_second_takes_nothing_away_also_once_the_folder_is_in_its_plac
     assert [*target.parent.iterdir()] == [target]
 
 
-def test_what_a_killed_saver_left_is_gone(target):
+def test_new_folder_removes_the_files_of_a_killed_saver(target):
     with contextlib.suppress(KeyError), new_folder(target) as new:
         raise KeyError
     new.mkdir()

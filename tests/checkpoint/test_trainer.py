@@ -95,7 +95,9 @@ def ended(first, tmp_path):
 
 
 @pytest.mark.parametrize("existing", ["replace", "resume"])
-def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, ended, undisturbed, existing):
+def test_trainer_resumed_from_a_checkpoint_equals_uninterrupted_training(
+    tmp_path, monkeypatch, caplog, ended, undisturbed, existing
+):
     output = ended
     # Pretends that training waited for the drive half of the time. The log must report this wait exactly once.
     monkeypatch.setattr(Report, "waited", 0.5)
@@ -134,7 +136,7 @@ def test_resumed_it_is_the_undisturbed_training(tmp_path, monkeypatch, caplog, e
     assert {"memascend", "config.json", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= files
 
 
-def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, ended, undisturbed):
+def test_store_started_from_a_checkpoint_resumes_from_that_checkpoint(tmp_path, ended, undisturbed):
     model, optimizer = begun(tmp_path, existing="replace", checkpoint=ended / "checkpoint-4")
     optimizer.close()
     # The store is at the step of the checkpoint, but the store's id differs from the id in the checkpoint.
@@ -162,7 +164,7 @@ def test_a_store_that_began_from_the_checkpoint_goes_on_from_it_too(tmp_path, en
 
 
 @pytest.mark.parametrize("callbacks", [(), (Callback,)])
-def test_a_checkpoint_that_the_store_has_left_behind_is_refused(tmp_path, ended, callbacks):
+def test_checkpoint_older_than_the_store_is_rejected(tmp_path, ended, callbacks):
     model, optimizer = begun(tmp_path, existing="resume")
     with optimizer:
         for row in rows(2):
@@ -218,7 +220,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_of_ones_own_goes_on(tmp_path, kind):
+def test_plain_and_adapter_models_resume_from_a_checkpoint(tmp_path, kind):
     make, data, file = KINDS[kind]
 
     def run(output, checkpoint=None, **more):
@@ -238,7 +240,7 @@ def test_a_model_of_ones_own_goes_on(tmp_path, kind):
     assert not list((tmp_path / "only").rglob("manifest.json"))
 
 
-def test_an_optimizer_that_is_not_offloaded(tmp_path):
+def test_callback_rejects_an_optimizer_that_is_not_offloaded(tmp_path):
     model, optimizer = built()
     with pytest.raises(ConfigError, match="optimizer is not offloaded"):
         trainer(model, optimizer, tmp_path, Callback())
@@ -267,7 +269,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_a_scheduler_that_no_step_can_commit_stays_the_trainers(tmp_path, kind, caplog):
+def test_scheduler_that_cannot_be_committed_is_left_to_the_trainer(tmp_path, kind, caplog):
     model, optimizer = offloaded(tmp_path / "store", Plain(), torch.optim.SGD, 0.5)
     settings = {"max_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
     output = TrainingArguments(str(tmp_path / "out"), **settings)

@@ -228,7 +228,7 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
+def test_trainer_by_layer_equals_the_plain_trainer_or_logs_why_not(tmp_path, heard, name):
     found = trained(tmp_path, name, layers=True)
     why = CASES[name][2]
     assert found[3] == (why is None)
@@ -242,7 +242,9 @@ def test_the_bits_are_those_of_the_plain_trainer(tmp_path, heard, name):
 
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
-def test_micro_batches_that_do_not_fit_together_go_in_turn(tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits):
+def test_micro_batches_without_room_are_computed_one_after_the_other(
+    tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits
+):
     """On a GPU, the first step measures 100 bytes for the first micro-batch and 30 bytes for each later micro-batch."""
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))

@@ -32,7 +32,7 @@ def shown(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith(("memascend", "  "))]
 
 
-def test_a_header_says_what_runs_and_where_it_goes_on(tmp_path, capsys):
+def test_header_shows_the_run_its_machine_and_the_resumed_step(tmp_path, capsys):
     started(tmp_path, end=5)
     title, *header = shown(capsys)[:7]
     assert title == f"memascend: a new run of {STEPS} steps"
@@ -61,7 +61,7 @@ def test_a_header_says_what_runs_and_where_it_goes_on(tmp_path, capsys):
     assert shown(capsys)[0] == f"memascend: this run is finished: step {STEPS} of {STEPS}"
 
 
-def test_without_a_bar_each_line_of_the_log_has_one_of_figures(tmp_path, capsys):
+def test_each_log_line_without_a_progress_bar_gets_a_line_of_figures(tmp_path, capsys):
     started(tmp_path, end=7)
     lines = [line for line in shown(capsys) if line.startswith("memascend: step")]
     drive = r"drive [\d.]+ GB/s, waited for it \d+% of the time"
@@ -92,7 +92,7 @@ class Bar(transformers.TrainerCallback):
         self.training_bar = SimpleNamespace(set_postfix_str=lambda words, refresh: self.said.append((words, refresh)))
 
 
-def test_a_bar_has_the_figures_behind_it(tmp_path, capsys):
+def test_progress_bar_shows_the_figures_as_its_postfix(tmp_path, capsys):
     bar = Bar()
     started(tmp_path, bar, end=3)
     assert len(bar.said) == 3
@@ -100,12 +100,12 @@ def test_a_bar_has_the_figures_behind_it(tmp_path, capsys):
     assert not any(line.startswith("memascend: step") for line in shown(capsys))
 
 
-def test_a_trainer_that_is_to_be_silent_is_silent(tmp_path, capsys):
+def test_trainer_with_log_level_error_prints_nothing(tmp_path, capsys):
     started(tmp_path, log_level="error", max_steps=3)
     assert shown(capsys) == []
 
 
-def test_data_and_models_of_any_kind_are_forecast_or_not(tmp_path):
+def test_forecast_has_no_seconds_for_data_that_it_cannot_predict(tmp_path):
     """If forecast() cannot predict a step for the data, it raises no error, so training starts without a forecast."""
     trainer = made(tmp_path)
     trainer.create_optimizer()
@@ -136,7 +136,7 @@ def test_a_forecast_has_the_seconds_of_the_updates(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["drawn", "list"])
-def test_a_forecast_disturbs_nothing(tmp_path, kind):
+def test_forecast_draws_no_random_numbers(tmp_path, kind):
     """forecast() must not change the training, so it draws no random numbers and reads no data that draws them."""
     dice = random.Random(1)
     trainer = made(tmp_path, data=Drawn(dice.random) if kind == "drawn" else rows())
@@ -160,7 +160,7 @@ def test_tokens_are_counted_without_padding():
     assert tokens(ids) == tokens({}) == 0
 
 
-def test_the_chosen_experts_of_a_model_compute_a_token():
+def test_parameters_of_a_token_count_only_the_chosen_experts():
     model = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"w": torch.nn.Linear(10, 10, bias=False)})})
     model = torch.nn.ModuleDict({"mlp": model, "head": torch.nn.Linear(10, 1, bias=False)})
     assert _parameters_of_token(model) == 110
@@ -175,7 +175,7 @@ class Printed(transformers.PrinterCallback):
         self.logs = [*getattr(self, "logs", ()), dict(logs)]
 
 
-def test_figures_in_bytes_are_for_the_history_and_not_printed(tmp_path, capsys):
+def test_storage_figures_are_in_the_log_history_but_not_printed(tmp_path, capsys):
     printed, reported = Printed(), transformers.TrainerCallback()
     seen = []
     reported.on_log = lambda *_, logs, **__: seen.append(dict(logs))

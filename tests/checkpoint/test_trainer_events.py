@@ -48,7 +48,7 @@ AFTER = {2: 8 / 25, 7: 1.0, 9: 1 + 8 / 25}
 BEFORE = ("step_begin", "substep_end", "pre_optimizer_step", "epoch_begin")
 
 
-def test_events_before_a_step_come_once_and_those_after_it_at_least_once(tmp_path):
+def test_restarts_repeat_no_event_before_a_step_and_miss_none_after_it(tmp_path):
     _, whole = trained(tmp_path / "whole")
     seen = []
     for end in (2, 7, 9, None):
@@ -76,7 +76,7 @@ def test_a_training_that_ended_repeats_no_event_of_its_last_step(tmp_path):
     assert lines == [line for line in trainer.state.log_history if "train_runtime" not in line]
 
 
-def test_a_training_that_a_callback_stopped_goes_on_without_it(tmp_path):
+def test_training_stopped_by_a_callback_resumes_without_the_callback(tmp_path):
     stop = transformers.TrainerCallback()
     stop.on_step_end = lambda _, state, control, **__: setattr(control, "should_training_stop", state.global_step == 2)
     for callbacks in ([stop], []):
@@ -84,7 +84,7 @@ def test_a_training_that_a_callback_stopped_goes_on_without_it(tmp_path):
     assert last.digest == trained(tmp_path / "whole", max_steps=4)[0].digest
 
 
-def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path):
+def test_longer_training_keeps_the_final_log_lines_of_the_shorter_run(tmp_path):
     constant = {"lr_scheduler_type": "constant_with_warmup", "eval_steps": 4}
     short, grown = (started(tmp_path / "grown", max_steps=steps, **constant) for steps in (6, 9))
     assert short.digest != grown.digest == started(tmp_path / "whole", max_steps=9, **constant).digest
@@ -96,7 +96,7 @@ def test_a_longer_training_has_the_lines_of_the_end_of_the_shorter_one(tmp_path)
         started(tmp_path / "grown", max_steps=4, **constant)
 
 
-def test_a_change_after_a_training_that_ended_is_made(tmp_path):
+def test_edit_after_a_finished_training_is_applied(tmp_path):
     """A resumed run skips edits that it made before. The second start of a finished training must make a new edit."""
     started(tmp_path, Habits(), max_steps=2)
     trainer = made(tmp_path / "out", Habits(), max_steps=2)
@@ -122,7 +122,7 @@ class Collects(transformers.Trainer):
         return loss
 
 
-def test_figures_of_a_subclass_are_kept_by_name_and_named_where_they_are_not(tmp_path):
+def test_keep_restores_trainer_attributes_and_others_cause_a_warning(tmp_path):
     keep = {"keep": ["mine", "pairs", "total"]}
     for end in (3, None):
         trainer = started(tmp_path, end=end, offloads=keep, kind=Collects, max_steps=4, eval_strategy="no")
@@ -152,7 +152,7 @@ class Grows(transformers.TrainerCallback, ExportableState):
         self.found += torch.rand(2500, generator=torch.Generator().manual_seed(state.global_step)).tolist()
 
 
-def test_a_callback_whose_state_grows_keeps_the_newest(tmp_path):
+def test_callback_state_too_large_for_a_commit_keeps_the_newest_entries(tmp_path):
     grows = Grows()
     with pytest.warns(UserWarning, match="largest is 'Grows'"):
         started(tmp_path, grows, end=4)
@@ -169,7 +169,7 @@ class Accumulates(transformers.TrainerCallback):
         args.gradient_accumulation_steps = 1 if round(state.epoch or 0) else 5
 
 
-def test_a_callback_changes_the_accumulation_by_epoch(tmp_path):
+def test_resume_keeps_the_accumulation_that_a_callback_sets_by_epoch(tmp_path):
     options = {"gradient_accumulation_steps": 5, "max_steps": 14}
     whole = started(tmp_path / "whole", Accumulates(), **options)
     for end in (5, 12, None):
@@ -186,7 +186,7 @@ class Bad(transformers.Trainer):
 
 
 @pytest.mark.parametrize("clipping", ["torch", "exact"])
-def test_a_nan_ends_the_run_before_its_commit_or_is_skipped(tmp_path, clipping):
+def test_nan_gradient_norm_is_rejected_before_the_commit_or_skipped(tmp_path, clipping):
     options = {"kind": Bad, "max_steps": 5, "logging_nan_inf_filter": False}
     trainer = made(tmp_path / "out", **options)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store", clipping=clipping) as optimizer:
@@ -240,7 +240,7 @@ EDITED = {
 
 
 @pytest.mark.parametrize("name", EDITED)
-def test_an_edited_script_is_another_training(tmp_path, name):
+def test_resume_with_an_edited_script_is_rejected_with_the_differences(tmp_path, name):
     if name == "adapters":
         pytest.importorskip("peft")
     before, after, says = EDITED[name]
@@ -252,7 +252,7 @@ def test_an_edited_script_is_another_training(tmp_path, name):
         assert optimizer.steps == 2
 
 
-def test_clipping_is_kept(tmp_path, ended):
+def test_resume_with_another_clipping_is_rejected(tmp_path, ended):
     trainer = made(tmp_path / "out")
     before = dict(vars(trainer))
     with pytest.raises(ConfigError, match=r"clipping torch -> exact 1\.0"):
@@ -261,7 +261,7 @@ def test_clipping_is_kept(tmp_path, ended):
 
 
 @pytest.mark.parametrize("existing", ["resume", "replace"])
-def test_a_training_goes_on_with_the_clipping_that_it_began_with(tmp_path, caplog, existing):
+def test_resume_without_a_clipping_argument_keeps_exact_clipping(tmp_path, caplog, existing):
     """A script that does not pass `clipping=` resumes from the store or from a checkpoint, and keeps exact clipping."""
     options = {"max_steps": 6, "logging_steps": 1, "save_steps": 2}
     whole = started(tmp_path / "whole", offloads={"clipping": "exact"}, **options)
@@ -285,7 +285,7 @@ def checkpointed(function):
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kept}
 
 
-def test_what_changes_no_bit_may_change(tmp_path, ended, monkeypatch):
+def test_resume_accepts_argument_changes_that_change_no_bit(tmp_path, ended, monkeypatch):
     """Changes activation checkpointing, and adds two arguments as a newer transformers may do.
 
     One of these arguments is a plain `object()`.
@@ -317,7 +317,7 @@ class Lines(torch.utils.data.Dataset):
         return int(self.file.readline())
 
 
-def test_the_digest_of_examples_neither_disturbs_them_nor_takes_drawn_ones(tmp_path):
+def test_data_digest_disturbs_no_dataset_and_omits_randomly_drawn_rows(tmp_path):
     trainer = made(tmp_path / "out", data=Lines(tmp_path / "lines"))
     assert description(trainer, "torch")["data"].startswith("100 rows ")
     assert [trainer.train_dataset[index] for index in range(5)] == list(range(5))
@@ -327,7 +327,7 @@ def test_the_digest_of_examples_neither_disturbs_them_nor_takes_drawn_ones(tmp_p
     assert digest.digest_of(long) != digest.digest_of(torch.cat([long[1:], torch.ones(1)]))
 
 
-def test_with_more_ranks_all_micro_batches_of_a_step_that_does_not_divide_are_repeated():
+def test_of_ranks_repeats_micro_batches_of_a_step_that_does_not_divide():
     moved = of_ranks({"run": {"ranks": 1}, "passed": 24, "group": 3, "feed": {"fetched": 27}}, 2)
     assert (moved["passed"], moved["group"], moved["feed"]["fetched"]) == (12, 2, 14)
 
@@ -340,7 +340,7 @@ class MakesOne(transformers.Trainer):
         return self.optimizer
 
 
-def test_a_trainer_that_makes_an_optimizer_at_each_call_makes_one(tmp_path):
+def test_repeated_create_optimizer_calls_make_one_optimizer(tmp_path):
     assert started(tmp_path, kind=MakesOne, max_steps=2).state.global_step == 2
 
 
@@ -353,7 +353,7 @@ def test_arguments_that_change_after_offload_are_refused(tmp_path):
         assert optimizer.steps == 0
 
 
-def test_without_memascend_a_checkpoint_says_what_it_needs(tmp_path):
+def test_resume_by_a_plain_trainer_names_memascend_trainer_offload(tmp_path):
     started(tmp_path, max_steps=2, save_steps=2)
     plain = made(tmp_path / "out", max_steps=4)
     with pytest.raises(TypeError, match=r"state of this checkpoint is memascend's.*memascend\.trainer\.offload\("):
@@ -362,7 +362,7 @@ def test_without_memascend_a_checkpoint_says_what_it_needs(tmp_path):
     assert state["global_step"] == 2
 
 
-def test_a_best_checkpoint_that_is_gone_leaves_the_last_weights(tmp_path, caplog):
+def test_missing_best_checkpoint_is_logged_when_training_ends(tmp_path, caplog):
     class Loses(transformers.TrainerCallback):
         def on_step_end(self, _args, state, *_, **__):
             if state.global_step == 5:

@@ -90,7 +90,7 @@ def require_same(start, tmp_path, want, moments, **options):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moments", [MOMENTS, pytest.param(MORE, marks=pytest.mark.slow)])
-def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, moments):
+def test_repeatedly_killed_training_equals_training_in_memory(tmp_path, start, moments):
     """With `habits`, callbacks change options, freeze layers, read gradients, and write weights in many ways."""
     require_same(start, tmp_path, start("memory", tmp_path / "whole.log", habits=True), moments, habits=True)
 
@@ -98,7 +98,7 @@ def test_killed_again_and_again_it_is_the_training_in_memory(tmp_path, start, mo
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
-def test_on_a_gpu_it_goes_on_with_its_random_numbers_and_loss_scale(tmp_path, start, precision):
+def test_gpu_resume_keeps_random_numbers_and_the_loss_scale(tmp_path, start, precision):
     """Compares killed and resumed runs with an uninterrupted offloaded run.
 
     A run in memory would have other bits, because torch's AdamW rounds differently on a GPU. Dropout draws its random
@@ -127,7 +127,7 @@ def trained(folder, *ends, options=dict, **fixed):
 
 
 @pytest.mark.parametrize(("batches", "limit"), [pytest.param(1, 2.3, marks=pytest.mark.slow), (4, 1.25)])
-def test_steps_that_clip_and_others_are_those_in_memory(tmp_path, batches, limit):
+def test_clipped_and_unclipped_steps_equal_training_in_memory(tmp_path, batches, limit):
     """The script does not pass `clipping=`, so memascend clips gradients as torch does."""
     options = {"gradient_accumulation_steps": batches, "max_steps": 12, "logging_steps": 1, "max_grad_norm": limit}
     plain = made(tmp_path / "memory", Log(tmp_path / "log"), **options)
@@ -196,7 +196,7 @@ LATER = {"by length", "a random collator", "no evaluation ahead", "generators of
 
 
 @pytest.mark.parametrize("name", usual(RUNS, *RUNS.keys() - LATER))
-def test_it_goes_on_with_the_same_bits(tmp_path, name):
+def test_stopped_training_resumes_with_the_same_bits_and_log(tmp_path, name):
     options, ends = RUNS[name]
     # Each start makes new objects, as a new process would.
     fresh = options if callable(options) else lambda: options
@@ -211,7 +211,7 @@ def streamed(*given, **options):
         return made(*given, **options)
 
 
-def test_a_model_that_was_loaded_is_known_by_its_weights_which_stay_its_own(tmp_path, monkeypatch):
+def test_resume_identifies_a_loaded_model_by_its_weights(tmp_path, monkeypatch):
     """Each start loads a float32 model from bfloat16 files. A later start may load the model inside loading()."""
     folder = tmp_path / "model"
     model().bfloat16().save_pretrained(folder)
@@ -252,7 +252,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_training_is_refused_by_what_differs(tmp_path, ended, name):
+def test_resume_of_another_training_is_rejected_with_the_differences(tmp_path, ended, name):
     options, says = CHANGES[name]
     before = (ended / "store").read_bytes()
     with pytest.raises(ConfigError, match=f'holds another training, after step 5: {says}.*existing="replace"'):
@@ -260,7 +260,7 @@ def test_another_training_is_refused_by_what_differs(tmp_path, ended, name):
     assert (ended / "store").read_bytes() == before
 
 
-def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_first_step(tmp_path):
+def test_uncommitted_source_of_randomness_is_rejected_before_step_1(tmp_path):
     def drawn(batch):
         found = trained_program.padded(batch)
         return {**found, "input_ids": found["input_ids"] + random.SystemRandom().randrange(1, 1 << 20)}
@@ -271,14 +271,14 @@ def test_a_source_of_randomness_that_no_commit_holds_is_rejected_before_the_firs
         assert store.step == 0
 
 
-def test_workers_that_keep_random_numbers_from_epoch_to_epoch_are_rejected_at_the_start(tmp_path):
+def test_persistent_workers_with_random_data_are_rejected_at_the_start(tmp_path):
     persistent = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "max_steps": 2}
     with pytest.raises(ConfigError, match="dataloader_persistent_workers=True, workers keep random states"):
         trained(tmp_path / "drawn", data=Drawn(lambda: torch.rand(()).item()), **persistent)
     assert trained(tmp_path / "plain", **persistent)
 
 
-def test_a_stream_that_became_shorter_says_so(tmp_path):
+def test_resume_with_a_shorter_stream_is_rejected_with_batch_counts(tmp_path):
     class Short(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(rows(12))
@@ -302,13 +302,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_go_on_is_refused_by_name(tmp_path, says):
+def test_unsupported_trainers_and_options_are_rejected_by_name(tmp_path, says):
     with pytest.raises(ConfigError, match=says):
         memascend.trainer.offload(REFUSED[says](tmp_path / "out"), storage=tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
-def test_a_training_is_one(tmp_path):
+def test_second_train_call_old_checkpoint_or_other_model_is_rejected(tmp_path):
     options = {"max_steps": 2, "save_steps": 1, "save_total_limit": None}
     trainer = made(tmp_path / "out", **options)
     with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
@@ -334,7 +334,7 @@ def test_a_training_is_one(tmp_path):
             swapped.train()
 
 
-def test_it_goes_back_to_a_checkpoint(tmp_path):
+def test_training_resumes_from_an_earlier_checkpoint_with_the_same_bits(tmp_path):
     options = {"save_total_limit": None, "num_train_epochs": 1}
     want, log = trained(tmp_path, **options)
     back = made(tmp_path / "other", Log(tmp_path / "back"), **options)
@@ -357,7 +357,7 @@ def test_a_checkpoint_of_another_training_is_refused_before_a_store_is_made(tmp_
     assert not (tmp_path / "new").exists()
 
 
-def test_an_optimizer_that_was_replaced_is_named(tmp_path):
+def test_train_rejects_an_optimizer_replaced_after_offload(tmp_path):
     trainer = made(tmp_path / "out")
     with memascend.trainer.offload(trainer, storage=tmp_path / "store"):
         trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
@@ -365,7 +365,7 @@ def test_an_optimizer_that_was_replaced_is_named(tmp_path):
             trainer.train()
 
 
-def test_a_store_of_a_loop_has_no_position(tmp_path):
+def test_trainer_offload_rejects_the_store_of_a_training_loop(tmp_path):
     own = model()
     own, optimizer = memascend.offload(own, torch.optim.AdamW(own.parameters()), storage=tmp_path / "store")
     with optimizer:
@@ -375,7 +375,7 @@ def test_a_store_of_a_loop_has_no_position(tmp_path):
         memascend.trainer.offload(made(tmp_path / "out"), storage=tmp_path / "store")
 
 
-def test_a_store_that_was_lost_is_not_begun_anew(tmp_path):
+def test_zeroed_store_is_rejected_and_not_overwritten(tmp_path):
     trained(tmp_path, max_steps=2)
     store = tmp_path / "store"
     store.write_bytes(bytes(store.stat().st_size))

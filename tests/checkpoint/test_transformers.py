@@ -62,7 +62,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
+def test_hub_files_load_into_a_meta_model_and_save_for_from_pretrained(tmp_path, monkeypatch, name):
     """The model starts on meta and reads its weights from several files with the hub's names, as large models do."""
     monkeypatch.setattr(tensorfile, "FILE_BYTES_MAX", 20_000)
     config = CONFIGS[name]()
@@ -96,7 +96,7 @@ def test_from_the_hubs_files_to_from_pretrained(tmp_path, monkeypatch, name):
         assert trained(other, optimizer) == losses
 
 
-def test_experts_that_are_not_all_there(tmp_path):
+def test_missing_or_mistyped_expert_is_rejected_by_name(tmp_path):
     config = CONFIGS["mixtral"]()
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path / "hub")
@@ -116,7 +116,7 @@ def test_experts_that_are_not_all_there(tmp_path):
     refused("cannot make model.layers.1.mlp.experts.gate_up_proj from")
 
 
-def test_initialised_from_the_seed(tmp_path):
+def test_model_on_meta_is_initialised_from_the_torch_seed(tmp_path):
     def initialised(seed, folder):
         torch.manual_seed(seed)
         model, optimizer = begun(tmp_path / folder, bodiless(CONFIGS["qwen2"](), torch.float32), torch.optim.SGD)
@@ -130,7 +130,7 @@ def test_initialised_from_the_seed(tmp_path):
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, monkeypatch):
+def test_save_warns_of_names_that_from_pretrained_misreads(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"]())
     model, optimizer = begun(None, model, torch.optim.SGD)
     with optimizer:
@@ -140,7 +140,7 @@ def test_names_that_from_pretrained_would_take_for_others_are_told(tmp_path, mon
             optimizer.save(tmp_path / "saved")
 
 
-def test_a_head_that_the_files_untie_is_refused_with_a_remedy_that_works(tmp_path):
+def test_head_untied_in_the_files_is_rejected_with_a_working_remedy(tmp_path):
     # Flan-T5's config ties the head to the embedding, but its files have different values for the head.
     # from_pretrained() loads the values of the files.
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
@@ -288,7 +288,7 @@ def test_a_quantized_checkpoint_is_read_as_transformers_dequantizes_it(tmp_path,
         same_values(bare.state_dict(), wanted)
 
 
-def test_blocks_that_end_in_the_midst_are_those_of_the_config(tmp_path, monkeypatch):
+def test_incomplete_last_fp8_block_uses_the_block_size_of_the_config(tmp_path, monkeypatch):
     """Tests a matrix whose last block of 128 rows is incomplete. DeepSeek has such matrices, with 576 rows.
 
     transformers cannot dequantise such a matrix. The test reads the matrix in several parts.
@@ -303,7 +303,7 @@ def test_blocks_that_end_in_the_midst_are_those_of_the_config(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "compressed-tensors"])
-def test_other_quantisations_are_refused_with_what_to_download(tmp_path, quantized, method):
+def test_other_quantizations_are_rejected_with_the_model_to_download(tmp_path, quantized, method):
     folder = quantized("FP8").rename(tmp_path / "Qwen3-8B-AWQ-4bit")
     described = json.loads((folder / "config.json").read_text())
     described["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
@@ -318,14 +318,14 @@ def test_other_quantisations_are_refused_with_what_to_download(tmp_path, quantiz
     assert not (tmp_path / "a.store").exists()
 
 
-def test_a_model_is_not_quantized_while_it_is_loaded(tmp_path):
+def test_loading_rejects_a_quantization_config(tmp_path):
     transformers.AutoModelForCausalLM.from_config(CASES["FP8"][0]).save_pretrained(tmp_path)
     how = transformers.BitsAndBytesConfig(load_in_4bit=True)
     with pytest.raises(memascend.ConfigError, match="Remove quantization_config="), memascend.trainer.loading():
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how)
 
 
-def test_the_config_may_be_elsewhere_and_nested(tmp_path, quantized):
+def test_quantization_config_may_be_passed_or_nested_in_text_config(tmp_path, quantized):
     folder = quantized("FP8")
     wanted = by_transformers(folder, torch.bfloat16).state_dict()
     config = transformers.AutoConfig.from_pretrained(folder)

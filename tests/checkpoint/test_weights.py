@@ -105,7 +105,7 @@ def sharded(model, folder, parts=3):
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "index", "function"])
-def test_from_meta_it_is_the_same_training(tmp_path, how):
+def test_model_from_meta_trains_with_the_same_bits_as_in_memory(tmp_path, how):
     model, in_hand = begun(tmp_path / "in-hand", real())
     with in_hand:
         losses, after = trained(model, in_hand), state(model)
@@ -140,7 +140,7 @@ def test_from_meta_it_is_the_same_training(tmp_path, how):
         assert same_states(state(model), after)
 
 
-def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path):
+def test_base_model_prefix_may_be_missing_in_the_files_or_the_model(tmp_path):
     model = real()
     bare = saved(
         model, tmp_path / "bare.safetensors", drop={"head.weight"}, rename=lambda name: name.removeprefix("base.")
@@ -156,7 +156,7 @@ def test_a_base_models_prefix_may_be_on_one_side_only(tmp_path):
         assert same_states(state(other), state(model.base))
 
 
-def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
+def test_tied_names_in_the_files_must_have_equal_values(tmp_path):
     model = real()
     for number, missing in enumerate([(), ("base.embed.weight",)]):
         weights = saved(model, tmp_path / f"{number}.safetensors", drop=missing)
@@ -168,7 +168,7 @@ def test_tied_names_may_both_be_there_if_they_are_the_same(tmp_path):
         begun(tmp_path / "run", bodiless(), weights=differ)
 
 
-def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
+def test_one_error_lists_all_mismatched_weights_and_nothing_is_written(tmp_path):
     model = real()
     weights = saved(
         model,
@@ -202,7 +202,7 @@ def test_one_error_lists_what_does_not_fit_and_nothing_is_written(tmp_path):
         assert same_states(state(before), kept)
 
 
-def test_a_function_that_returns_what_does_not_fit(tmp_path):
+def test_weights_function_that_returns_the_wrong_dtype_is_rejected(tmp_path):
     values = state(real())
     other = bodiless()
     with pytest.raises(ConfigError, match=r"returned float32 of shape"):
@@ -257,7 +257,7 @@ def test_damaged_and_partial_files_are_refused(tmp_path):
     refused(ConfigError, r"embed.weight is bfloat16 of shape \[20, 16\]", file)
 
 
-def test_initialised_as_if_it_had_been_built_in_memory(tmp_path, caplog):
+def test_model_on_meta_is_initialised_with_the_same_bits_as_in_memory(tmp_path, caplog):
     def built():
         return torch.nn.Sequential(
             torch.nn.Embedding(40, 16),
@@ -299,7 +299,7 @@ def test_a_list_of_parameters_is_initialised_in_a_model_larger_than_a_unit(tmp_p
         assert same_states({name: values.to(DTYPE) for name, values in state(other).items()}, state(model))
 
 
-def test_a_call_that_fails_between_two_parameters_leaves_the_model_on_meta(tmp_path, monkeypatch):
+def test_offload_that_fails_while_filling_leaves_the_model_on_meta(tmp_path, monkeypatch):
     def failing(*_, **__):
         raise OSError(errno.ENOSPC, "no space")
 
@@ -312,7 +312,7 @@ def test_a_call_that_fails_between_two_parameters_leaves_the_model_on_meta(tmp_p
     assert all(one is other and one.is_meta for one, other in zip(model.parameters(), owned, strict=True))
 
 
-def test_what_nobody_knows_is_refused_by_name(tmp_path):
+def test_uninitialisable_parameter_or_buffer_is_rejected_by_name(tmp_path):
     class Odd(torch.nn.Module):
         def __init__(self, name):
             super().__init__()
@@ -335,7 +335,7 @@ def test_what_nobody_knows_is_refused_by_name(tmp_path):
         (tmp_path / "run").unlink()
 
 
-def test_a_resume_takes_a_buffer_that_is_not_persistent_from_the_files(tmp_path):
+def test_resume_reads_nonpersistent_buffers_from_the_weight_files(tmp_path):
     class Masked(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -354,7 +354,7 @@ def test_a_resume_takes_a_buffer_that_is_not_persistent_from_the_files(tmp_path)
             assert model.mask.tolist() == [3.0] * 4
 
 
-def test_one_scale_is_for_all_matrices_of_a_stack_of_8_bit_floats(tmp_path):
+def test_fp8_stack_accepts_one_scale_for_all_its_matrices(tmp_path):
     codes = torch.arange(32).view(2, 4, 4).to(torch.float8_e4m3fn)
 
     def files(scales):
@@ -367,7 +367,7 @@ def test_one_scale_is_for_all_matrices_of_a_stack_of_8_bit_floats(tmp_path):
         files(torch.ones(3, 1, 1)).at("stack", torch.float32)
 
 
-def test_what_is_real_keeps_its_values_and_hooks_and_attributes_stay(tmp_path):
+def test_offload_from_meta_keeps_real_values_hooks_and_attributes(tmp_path):
     model, values, seen = bodiless(), state(real()), []
     adapter = model.adapter = torch.nn.Linear(3, 3)
     before = state(adapter)
@@ -383,7 +383,7 @@ def test_what_is_real_keeps_its_values_and_hooks_and_attributes_stay(tmp_path):
     assert weight.note == "mine"
 
 
-def test_refusals(tmp_path):
+def test_offload_from_meta_rejects_bad_weights_and_weak_references(tmp_path):
     model = real()
     with pytest.raises(ConfigError, match="no parameters on meta"):
         begun(tmp_path / "run", model, weights=tmp_path)

@@ -35,7 +35,7 @@ def test_doctor_prints_one_screen(capsys):
 
 
 @pytest.mark.timeout(300)
-def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
+def test_demo_resumes_a_killed_run_with_the_same_bits(capsys, tmp_path):
     small = ["--steps", "3", "--layers", "2", "--width", "64"]
     assert main(["demo", *small, "--storage", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -45,14 +45,14 @@ def test_demo_is_killed_and_differs_in_nothing(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_demo_says_where_bits_differ():
+def test_demo_marks_rows_whose_bits_differ():
     side = {"loss": 1.0, "seconds": 1.0, "held": 1 << 20}
     first, second = row_shown(1, side, side), row_shown(2, side, {**side, "loss": 1.0000001})
     assert ("yes" in first, "NO" in first, "NO" in second) == (True, False, True)
 
 
 @pytest.mark.timeout(300)
-def test_demo_hands_on_what_a_side_says():
+def test_demo_raises_the_error_of_a_side():
     settings = Settings(layers=1, width=64, storage="/proc/none")
     with Side(settings) as side, pytest.raises(MemascendError, match="/proc/none"):
         side.answer()
@@ -68,7 +68,7 @@ def test_demo_hands_on_what_a_side_says():
         (["store", "verify", "x", "--nonsense"], "memascend store verify "),
     ],
 )
-def test_wrong_usage_is_two_and_shown_the_usage_of_its_command(capsys, arguments, usage):
+def test_wrong_usage_exits_with_2_and_shows_the_usage_of_its_command(capsys, arguments, usage):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -77,7 +77,7 @@ def test_wrong_usage_is_two_and_shown_the_usage_of_its_command(capsys, arguments
     assert ("unrecognized arguments: --nonsense" in err) == ("--nonsense" in arguments)
 
 
-def test_an_option_that_is_misspelt_is_named_rightly(capsys):
+def test_misspelt_option_error_proposes_the_correct_option(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--stpes", "3"])
     assert capsys.readouterr().err.endswith("unrecognized arguments: --stpes 3; did you mean --steps?\n")
@@ -93,7 +93,7 @@ def test_an_option_that_is_misspelt_is_named_rightly(capsys):
         ("the device of the state is a file", "the device of the state is a file"),
     ],
 )
-def test_arguments_of_offload_are_trains_options(theirs, ours):
+def test_train_errors_name_options_instead_of_offload_arguments(theirs, ours):
     assert _in_own_words(theirs) == ours
 
 
@@ -113,7 +113,7 @@ for words in ([], ["doctor"], ["demo"], ["train"], ["plan"], ["store"], ["store"
     )
 
 
-def test_errors_of_the_store_have_the_words_of_train(capsys):
+def test_store_errors_name_train_options_instead_of_existing(capsys):
     """If an error of the store names an argument of offload(), `train` prints the name of its own option instead."""
     found = 0
     for path in sorted((ROOT / "rust/store/src").glob("*.rs")):
@@ -136,31 +136,31 @@ def test_errors_of_the_store_have_the_words_of_train(capsys):
 
 
 @pytest.mark.parametrize("after", [[], ["doctor"]])
-def test_the_version_is_told(capsys, after):
+def test_version_option_prints_the_version(capsys, after):
     assert main(["--version", *after]) == 0
     assert capsys.readouterr().out == f"memascend {memascend.__version__}\n"
 
 
-def test_a_command_loads_itself_alone(loaded):
+def test_doctor_does_not_load_the_store_command(loaded):
     loaded(
         "import sys; from memascend.cli import main; main(['doctor']); assert 'memascend.cli.store' not in sys.modules"
     )
 
 
-def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
+def test_demo_error_names_storage_that_is_not_a_folder(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main(["demo", "--storage", str(tmp_path / "file")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
-def test_without_a_command_it_says_which_there_are():
+def test_memascend_without_a_command_lists_the_commands():
     done = subprocess.run([sys.executable, "-m", "memascend"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: memascend ")
     for name in ("doctor", "demo", "plan", "store", "train"):
         assert name in done.stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error():
+def test_closed_output_pipe_is_no_error():
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m memascend doctor | head -c 1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -185,7 +185,7 @@ def test_sizes_are_shown_in_binary_units(nbytes, shown):
     assert bytes_shown(nbytes) == shown
 
 
-def test_a_size_for_an_option_works_where_the_number_does():
+def test_size_option_rounds_up_or_down_by_at_most_1_percent():
     assert (size_option(2_927_455), size_option(2_927_455, up=False)) == ("2.8MiB", "2.79MiB")
     assert (size_option(48 << 30), size_option(48 << 30, up=False)) == ("48GiB", "48GiB")
     for exponent in range(60):
@@ -198,19 +198,19 @@ def test_a_size_for_an_option_works_where_the_number_does():
     ("seconds", "shown"),
     [(12_345.6, "12,346 s"), (2, "2 s"), (0.0015, "1.5 ms"), (3.25e-6, "3.25 us"), (4e-8, "40 ns")],
 )
-def test_durations_are_shown(seconds, shown):
+def test_seconds_shown_picks_the_unit_that_fits(seconds, shown):
     assert seconds_shown(seconds) == shown
 
 
-def test_numbers_stand_to_the_right():
+def test_table_aligns_numbers_to_the_right():
     assert table(("a", "size"), [("x", "1"), ("long", "12")]) == "a     size\n----  ----\nx        1\nlong    12"
 
 
-def test_of_many_names_ten_are_listed():
+def test_listed_shows_ten_names_and_counts_the_others():
     assert listed([*map(str, range(12))]) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
 
 
-def test_one_thing_is_no_plural():
+def test_counted_uses_the_singular_only_for_1():
     assert (counted(1, "row"), counted(0, "row"), counted(2000, "row")) == ("1 row", "0 rows", "2,000 rows")
 
 
@@ -226,7 +226,7 @@ def report(capsys, path, status=0):
     return {finding["subject"]: finding for finding in said["findings"]}
 
 
-def test_a_folder(capsys, tmp_path):
+def test_doctor_measures_a_folder_and_leaves_no_files(capsys, tmp_path):
     found = report(capsys, tmp_path)
     assert found["io_uring"]["found"] == "available"
     assert found["direct I/O"]["found"].startswith("yes, aligned to ")
@@ -235,7 +235,7 @@ def test_a_folder(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_nearly_full_keeps_most_of_its_space(capsys, tmp_path, monkeypatch):
+def test_doctor_tests_a_nearly_full_disk_with_a_small_file(capsys, tmp_path, monkeypatch):
     own, sizes = nvme.open, []
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=8192, f_frsize=4096, f_flag=0))
     monkeypatch.setattr(nvme, "open", lambda path, size: sizes.append(size) or own(path, size=size))
@@ -247,18 +247,18 @@ def test_a_disk_that_is_nearly_full_keeps_most_of_its_space(capsys, tmp_path, mo
     ("path", "says"),
     [("/proc", "holds no files"), ("/no/such", "does not exist"), ("~/no/such", f"{Path.home()}/no does not exist")],
 )
-def test_where_no_file_can_be(capsys, path, says):
+def test_doctor_fails_where_no_file_can_be_created(capsys, path, says):
     assert says in report(capsys, path, 1)["storage"]["advice"]
 
 
-def test_a_file_that_is_there_is_not_touched(capsys, path):
+def test_doctor_does_not_change_an_existing_file(capsys, path):
     path.write_bytes(b"mine")
     report(capsys, path)
     assert path.read_bytes() == b"mine"
 
 
 @pytest.mark.root
-def test_a_raw_device_is_read_and_not_written(capsys, loop):
+def test_doctor_reads_but_does_not_write_a_raw_device(capsys, loop):
     device = loop(16 << 20)
     with open(device, "r+b") as file:
         file.write(b"mine" * 1000)
@@ -270,7 +270,7 @@ def test_a_raw_device_is_read_and_not_written(capsys, loop):
 
 
 @pytest.mark.root
-def test_what_will_fail(capsys, small_ext4, tmp_path):
+def test_doctor_fails_on_mounted_devices_read_only_disks_and_tmpfs(capsys, small_ext4, tmp_path):
     device = command("findmnt", "-no", "SOURCE", small_ext4)
     assert "mounted at" in report(capsys, device, 1)["storage"]["advice"]
     command("mount", "-o", "remount,ro", small_ext4)
@@ -285,7 +285,7 @@ def test_what_will_fail(capsys, small_ext4, tmp_path):
 
 
 @pytest.mark.root
-def test_a_faulty_disk(capsys, faulty, loop):
+def test_doctor_reports_the_errno_of_a_faulty_disk(capsys, faulty, loop):
     faulty.set(read={"errno": errno.EIO})
     device = loop(0, over=faulty.path)
     assert "errno 5" in report(capsys, device, 1)["storage"]["advice"]
@@ -324,13 +324,13 @@ def test_an_option_of_an_earlier_version_names_its_successor(capsys, words, succ
         (["sft", "dpo", *PLACES], "unrecognized arguments: dpo"),
     ],
 )
-def test_wrong_usage_is_named(words, message):
+def test_train_names_a_wrong_method_or_extra_argument(words, message):
     with pytest.raises(argparse.ArgumentError, match=message):
         parse(words)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["dpo", "-h"]])
-def test_help_lists_what_is_not_trls(capsys, words):
+def test_train_help_lists_the_options_that_are_not_of_trl(capsys, words):
     with pytest.raises(SystemExit) as caught:
         main(["train", *words])
     assert not caught.value.code
@@ -339,7 +339,7 @@ def test_help_lists_what_is_not_trls(capsys, words):
     assert "`trl sft --help`" in out
 
 
-def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
+def test_store_table_groups_tensors_whose_names_differ_only_in_numbers():
     def record(name, shape=(2, 3), state="exp_avg", step=4):
         return {"name": name, "dtype": "float32", "shape": shape, "step": step, "state": [(state, "float32", 1)]}
 
@@ -360,7 +360,7 @@ def test_tensors_that_differ_in_the_numbers_of_their_names_are_one_row():
     assert _groups([]).splitlines()[0].startswith("tensors")
 
 
-def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
+def test_mistyped_model_folder_is_rejected_without_a_hub_request(tmp_path, monkeypatch):
     """`require_model` rejects a mistyped folder without a request to the hub.
 
     If the hub cannot be reached, the error says so.
@@ -410,7 +410,7 @@ def test_a_mistaken_model_is_named_at_once(tmp_path, monkeypatch):
         require_model("owner/another-name")
 
 
-def test_without_trl_it_says_what_to_install():
+def test_train_without_trl_names_the_packages_to_install():
     program = (
         "import sys; sys.modules.update(datasets=None, trl=None); from memascend.cli import main; "
         f"sys.exit(main(['train', *{PLACES!r}]))"

@@ -36,7 +36,7 @@ def products(tokens, length):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
+def test_traced_operations_equal_a_count_by_hand(config, recomputes):
     found = traced(config, 2, 128, recomputes=recomputes)
     weights, attention = products(256, 128)
     # The recomputation skips the LM head. It also skips the last product of each block, because autograd does not save
@@ -48,7 +48,7 @@ def test_operations_are_those_that_one_counts_by_hand(config, recomputes):
     assert found.backward == pytest.approx(2 * weights + 2.5 * attention + again, rel=0.01)
 
 
-def test_torchs_memory_is_what_a_run_allocates(config):
+def test_traced_peak_memory_equals_the_allocations_of_a_run(config):
     """The profiler counts bytes that are allocated after its start. Both the profiler and the trace omit parameters."""
     import transformers
 
@@ -69,7 +69,7 @@ def test_torchs_memory_is_what_a_run_allocates(config):
         assert sum(found.held.values()) == found.peak
 
 
-def test_logits_and_activations_are_told_apart(config):
+def test_trace_counts_logits_and_activations_separately(config):
     held = traced(config, 1, 256).held
     # The log-probabilities and the gradients of the logits are fp32 tensors. Each has a number for each token and each
     # entry of the vocabulary. At least two tensors of this size are in memory at once.
@@ -77,7 +77,7 @@ def test_logits_and_activations_are_told_apart(config):
     assert held["activations"] < held["logits and their gradients"]
 
 
-def test_a_step_is_its_longest_parts(capsys, config):
+def test_step_seconds_are_bound_by_disk_or_compute(capsys, config):
     found = told(capsys, config, *MACHINE, "--tokens", 256)
     step, plan = found["step"], found["plan"]
     assert step["bound"] == "disk"
@@ -92,7 +92,7 @@ def test_a_step_is_its_longest_parts(capsys, config):
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
 
 
-def test_micro_batches_are_reckoned_both_ways(capsys, config):
+def test_plan_predicts_micro_batches_by_layer_and_one_after_the_other(capsys, config):
     one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
@@ -149,7 +149,7 @@ def test_clipped_updates_wait_for_the_next_step(capsys):
     assert "updates in the" not in shown(capsys, *asked)
 
 
-def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
+def test_early_updates_are_predicted_only_where_a_run_tries_them(capsys, config):
     def ways(*words):
         step = told(capsys, config, *MACHINE, "--tokens", 256, *words)["step"]
         assert step["updates"] in step["updates_seconds"]
@@ -165,7 +165,7 @@ def test_updates_begin_early_only_where_a_run_tries_it(capsys, config):
     assert ways(*clip, "--optimizer", "RMSprop") == ways(*clip, "--gradients", "ram") == {"at once"}
 
 
-def test_without_a_gpu_the_drive_decides_when_updates_run(capsys, config):
+def test_disk_seconds_without_a_named_gpu_are_reads_plus_writes(capsys, config):
     clip = ("--device", "cuda", "--drive", "5,4", "--max-grad-norm", 1)
     found = told(capsys, config, *clip)
     read, written = (sum(found["plan"][f"{what}_bytes"].values()) for what in ("read", "written"))
@@ -180,7 +180,7 @@ def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256, "chunked").kept + shared)
 
 
-def test_the_drives_life(capsys, config):
+def test_drive_life_is_in_days_or_in_steps_without_a_named_gpu(capsys, config):
     found = told(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
     assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
@@ -192,7 +192,7 @@ def test_the_drives_life(capsys, config):
     assert re.search(r"the drive lasts +[\d,]+ steps", shown(capsys, config, "--device", "cuda"))
 
 
-def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
+def test_disk_space_includes_the_gradient_log_of_the_ram_tier(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
     found = told(capsys, config, *asked)
     log = found["disk"]["log_bytes"]
@@ -206,7 +206,7 @@ def test_the_log_of_what_is_in_ram_is_room_on_the_drive(capsys, config):
     assert told(capsys, config, *MACHINE, "--tokens", 256)["disk"]["log_bytes"] == 0
 
 
-def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, config):
+def test_too_small_card_exits_with_1_and_fit_finds_a_batch(capsys, config):
     small = ("--drive", "5,4", "--gpu", "165,1.09,25", "--loss", "full")
     found = told(capsys, config, *small, "--tokens", 65536, status=1)
     assert not found["fits"]
@@ -230,19 +230,19 @@ def test_a_card_that_is_too_small_is_status_1_and_fit_finds_what_fits(capsys, co
 @pytest.mark.parametrize(
     ("option", "says"), [("--ranks", "a whole number of at least 1"), ("--network", "give a number of GB/s above 0")]
 )
-def test_an_argument_that_is_no_number_is_told_what_one_is(capsys, config, option, says):
+def test_ranks_and_network_reject_0_with_the_valid_values(capsys, config, option, says):
     with pytest.raises(SystemExit):
         main(["plan", str(config), option, "0"])
     assert f"argument {option}: '0' is not " in (wrong := capsys.readouterr().err)
     assert says in wrong
 
 
-def test_gaps_of_the_heap_are_a_row_where_the_host_computes(config, capsys):
+def test_heap_gaps_are_a_row_only_where_the_host_computes(config, capsys):
     assert "  gaps between torch's" in shown(capsys, config, "--tokens", "2048")
     assert "  gaps between torch's" not in shown(capsys, config, *MACHINE, "--tokens", "2048")
 
 
-def test_the_table_answers_in_words(capsys, config):
+def test_table_shows_the_offload_call_the_bound_and_the_drive_life(capsys, config):
     # 26 MiB is only a little more than the smallest budget, so no record is kept in RAM, and a step waits for the disk.
     out = shown(capsys, config, *MACHINE, "--host-memory", "26MiB", "--tokens", "256")
     for words in (
@@ -255,7 +255,7 @@ def test_the_table_answers_in_words(capsys, config):
     assert "assumed; --storage P measures the disk of P, --drive READ,WRITE" in shown(capsys, config, "--gpu", "4090")
 
 
-def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
+def test_unknown_gpu_or_drive_is_rejected(capsys, config):
     assert parse_gpu("RTX4090").tflops == 165
     assert parse_gpu("AMD Instinct MI300X").name == "MI300X"
     assert parse_gpu("100,10,5").link == 5e9
@@ -273,7 +273,7 @@ def test_what_is_no_gpu_and_no_drive_is_refused(capsys, config):
     assert main(["plan", str(config), "--gpu", "4090", "--device", "cpu"]) == 1
 
 
-def test_what_cannot_be_traced_is_said(capsys, config):
+def test_untraceable_model_gets_a_reason_instead_of_seconds(capsys, config):
     found = told(capsys, config, *MACHINE)
     assert found["torch"]["tokens"] == 8192
     vision = {"architectures": ["ViTModel"], "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 2,
@@ -284,7 +284,7 @@ def test_what_cannot_be_traced_is_said(capsys, config):
     assert found["step"]["seconds_per_step"] is None
 
 
-def test_kinds_of_drives_have_names(capsys, config):
+def test_drive_option_accepts_the_name_of_a_pcie_generation(capsys, config):
     named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
     assert named["step"] == said["step"]
     assert "pass one of gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
@@ -301,7 +301,7 @@ def five(capsys, *words, status=0):
     return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
 
 
-def test_a_few_lines_decide(capsys):
+def test_short_answer_shows_cost_memory_and_commands(capsys):
     asked = (*EIGHT, "--length", 1024, "--accumulation-steps", 8, "--max-grad-norm", 1, "--examples", 10_000)
     lines = five(capsys, *asked)
     title, step, memory, run, larger, command, trainer, loop = lines
@@ -394,7 +394,7 @@ def test_nothing_is_proposed_to_several_ranks(capsys):
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option):
+def test_plan_proposes_options_that_fit_if_the_asked_batch_does_not(capsys, words, option):
     lines = five(capsys, *words.split(), status=1)
     title = next(iter(lines))
     assert lines[title].startswith("does not fit: the RTX ")
@@ -404,18 +404,18 @@ def test_what_fits_is_found_where_the_asked_batch_does_not(capsys, words, option
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 
 
-def test_what_fits_is_no_larger_than_asked(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 30 << 30)
+def test_proposed_options_do_not_enlarge_the_asked_batch(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_: 30 << 30)
     monkeypatch.setattr("memascend.cli.plan.machine.drive_at", lambda _: (Drive(read=5e9, write=4e9), {}))
     lines = five(capsys, "qwen-1.5b", "--gpu", "4090", "--tokens", 2048, "--storage", tmp_path / "run", status=1)
     assert lines["what fits"].startswith("--state bf16: ")
 
 
-def test_where_nothing_fits_that_is_said(capsys):
+def test_plan_reports_that_not_even_one_sequence_fits(capsys):
     assert "not one sequence of this length" in five(capsys, "llama-70b", "--gpu", "10,4,10", status=1)["what fits"]
 
 
-def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
+def test_plan_at_the_smallest_budget_fits_without_room_for_a_proposal(capsys):
     # If activations are stored in files, the budget needs room for chunks of activations. The smallest budget has no
     # such room, so `plan` cannot propose to store activations in files.
     smallest = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048, "--accumulation-steps", 8)
@@ -435,12 +435,12 @@ def test_a_proposal_that_cannot_be_does_not_fail_the_plan(capsys):
         ("--gpu 1,1e300,25", "TFLOPS,GB,PCIE_GB_S"),
     ],
 )
-def test_what_cannot_be_is_said(capsys, words, says):
+def test_plan_rejects_contradictory_or_invalid_options(capsys, words, says):
     assert main(["plan", "olmo2-7b", "--gpu", "4090", *words.split()]) == 1
     assert says in capsys.readouterr().err
 
 
-def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
+def test_unnamed_gpu_has_memory_separate_from_the_host(capsys):
     found = told(capsys, "qwen-1.5b", "--device", "cuda", *DEFAULT)
     assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
     lines = five(capsys, "qwen-1.5b", "--device", "cuda")
@@ -448,6 +448,6 @@ def test_a_gpu_that_is_not_named_has_its_own_memory(capsys):
     assert lines[title] == "fits the drive; pass --gpu to check whether it fits the GPU"
 
 
-def test_a_drive_that_nobody_names_is_assumed_and_said(capsys):
+def test_plan_marks_a_drive_that_is_assumed(capsys):
     assert "assumed: a drive of 5 and 4 GB/s (--drive)" in five(capsys, "llama-8b", "--gpu", "4090")["a step"]
     assert "(--drive)" not in five(capsys, "llama-8b", "--gpu", "4090", "--drive", "gen4")["a step"]

@@ -65,7 +65,7 @@ def batch(name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
+def test_plan_from_config_equals_the_run_and_bounds_its_host_memory(capsys, tmp_path, name):
     import transformers
 
     config = written(tmp_path, name)
@@ -94,7 +94,7 @@ def test_a_run_holds_what_was_planned_from_its_config(capsys, tmp_path, name):
                 assert held >= 0.94 * plan["host_peak"]
 
 
-def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
+def test_plan_options_change_written_bytes_memory_and_step_time(capsys, tmp_path):
     config = written(tmp_path, "Qwen2")
     default = ("--host-memory", "default")
     plain = told(capsys, config, *default)
@@ -117,7 +117,7 @@ def test_options_mean_what_they_mean_to_offload(capsys, tmp_path):
     assert kept["plan"]["host"]["gradients"] == 4 * kept["model"]["parameters"]
 
 
-def test_the_disk_is_measured_only_where_one_is_named(capsys, tmp_path, monkeypatch):
+def test_plan_measures_the_disk_only_with_the_storage_option(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     measured = told(capsys, config, "--storage", tmp_path)
@@ -141,7 +141,7 @@ def test_a_path_that_does_not_exist_is_shown_with_its_drive(capsys, tmp_path):
         assert (drive in capsys.readouterr().out) == named
 
 
-def test_less_ram_than_this_processor_needs_is_a_named_problem(capsys, tmp_path, monkeypatch):
+def test_plan_fails_if_free_ram_is_below_the_needed_host_memory(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
     needed = told(capsys, config, "--device", "cpu", "--host-memory", "default")["host_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
@@ -154,12 +154,12 @@ def test_less_ram_than_this_processor_needs_is_a_named_problem(capsys, tmp_path,
     assert "of free RAM, but the run needs" in capsys.readouterr().out
 
 
-def test_storage_without_room_is_a_named_problem(capsys, tmp_path, monkeypatch):
+def test_plan_fails_if_free_disk_space_is_below_the_store_size(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
     needed = told(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_, free=free: free)
+        monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_, free=free: free)
         assert ("free another" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
         assert told(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
 
@@ -179,7 +179,7 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
     assert parameters_of(path) == tied + head
 
 
-def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
+def test_error_for_a_too_small_budget_names_the_smallest_working_budget(capsys, tmp_path):
     config = written(tmp_path, "GPT-2, tied")
     smallest = told(capsys, config)["plan"]["smallest"]
     assert main(["plan", str(config), "--host-memory", str(smallest - 1)]) == 1
@@ -194,7 +194,7 @@ def test_a_budget_that_is_too_small_names_the_one_that_works(capsys, tmp_path):
     assert told(capsys, config, "--host-memory", smallest)["plan"]["host_peak"] <= smallest
 
 
-def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
+def test_plan_rejects_a_path_or_config_that_describes_no_model(capsys, tmp_path, monkeypatch):
     def refused(*words):
         return shown(capsys, *words, status=1)
 
@@ -221,7 +221,7 @@ def test_what_describes_no_model_is_named(capsys, tmp_path, monkeypatch):
     assert ended.value.code == 2
 
 
-def test_of_a_device_that_is_not_there(tmp_path, capsys):
+def test_plan_for_an_absent_gpu_respects_the_device_memory_budget(tmp_path, capsys):
     """`memascend plan` plans for a GPU that this machine does not have.
 
     In the plan, only the index and the catalog of the host memory grow with the depth of the model, and device memory

@@ -117,11 +117,11 @@ for more in ([], ["--verbose"], ["--json"], ["--fit"], ["--state", "8bit", "--ac
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )  # fmt: skip
-def test_names_of_the_hub_are_known(name, shape):
+def test_shape_named_finds_the_shape_of_a_hub_name(name, shape):
     assert shape_named(Path(name))[0] == shape
 
 
-def test_each_shape_is_known_by_its_own_name_in_any_case():
+def test_shape_named_finds_each_shape_by_its_name_in_any_case():
     assert [shape_named(Path(name.upper())) for name in SHAPES] == [*SHAPES.items()]
 
 
@@ -129,7 +129,7 @@ def test_each_shape_is_known_by_its_own_name_in_any_case():
     ("name", "longest"),
     [("Qwen/Qwen3-4B-Instruct-2507", 262_144), ("Qwen/Qwen3-4B", 40_960), ("meta-llama/Meta-Llama-3-8B", 8192)],
 )
-def test_a_name_has_its_own_longest_sequence(name, longest):
+def test_shape_named_sets_the_longest_sequence_of_the_named_version(name, longest):
     assert shape_named(Path(name))[1]["max_position_embeddings"] == longest
 
 
@@ -140,12 +140,12 @@ def test_a_name_has_its_own_longest_sequence(name, longest):
     [("mistralai/Mistral-7B-v0.2", "mistral-7b-v0.1"), ("Qwen/Qwen2.5-33B", "Qwen2.5-32B"),
      ("unsloth/llama-3.1-8b-bnb-4bit", "Llama-3.1-8B"), ("Qwen/Qwen-7B-Chat", "qwen-7b")],
 )  # fmt: skip
-def test_other_names_are_refused_with_those_that_are_near(name, near):
+def test_shape_named_rejects_an_unknown_name_and_suggests_near_names(name, near):
     with pytest.raises(ConfigError, match=f"did you mean .*{near}"):
         shape_named(Path(name))
 
 
-def test_a_folder_of_that_name_is_asked_first(capsys, config, monkeypatch):
+def test_plan_prefers_a_folder_to_a_built_in_shape_of_the_same_name(capsys, config, monkeypatch):
     monkeypatch.chdir(config.parent)
     (config.parent / "llama-8b").mkdir()
     config.rename(config.parent / "llama-8b" / "config.json")
@@ -192,7 +192,7 @@ def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(
     of_transformers, tmp_path, monkeypatch, kind
 ):
     # Fixes the free disk space, because other tests may write to the disk between the two plans.
-    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 60 << 30)
+    monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_: 60 << 30)
     shape = reduced(kind)
     ours, theirs = builtin.subject(kind, shape, "bfloat16"), of_transformers(shape)
     tree = builtin.outline(shape, Dtype("bfloat16"))
@@ -210,7 +210,7 @@ def test_a_built_in_shape_has_the_parameters_and_plan_of_transformers_model(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("state", [None, "fp32", "bf16", "8bit"])
-def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_path, state, dtype):
+def test_built_in_plan_equals_transformers_plan_for_each_state_format(of_transformers, tmp_path, state, dtype):
     shape = reduced("llama")
     ours, theirs = builtin.subject("llama", shape, dtype), of_transformers(shape, getattr(torch, dtype))
     for more in (
@@ -227,7 +227,7 @@ def test_a_built_in_shape_has_the_plan_of_torchs_optimizer(of_transformers, tmp_
 # with the default factors.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", usual(KINDS, *builtin._BLOCK_BYTES.keys() - {"olmo3"}, "llama"))
-def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers, kind):
+def test_built_in_trace_matches_transformers_flops_and_peak_memory(of_transformers, kind):
     # The vocabulary has its full size. So with the full loss, logits cause the peak of memory, as in real models. The
     # chunked loss never has the logits of all tokens in memory. So with 128 sequences, blocks cause the peak.
     shape = {**reduced(kind), "vocab_size": SHAPES[KINDS[kind]]["vocab_size"]}
@@ -251,12 +251,12 @@ def test_a_built_in_shape_computes_what_transformers_model_does(of_transformers,
         ("GeForce RTX 4070 SUPER", "RTX 4070 Super", 71, 12, 25e9), ("a100-40", "A100 40 GB", 312, 40, 25e9),
     ],
 )  # fmt: skip
-def test_cards_have_their_figures(text, name, tflops, gib, link):
+def test_parse_gpu_gives_name_tflops_memory_and_link_of_a_card(text, name, tflops, gib, link):
     card = parse_gpu(text)
     assert (card.name, card.tflops, card.nbytes, card.link) == (name, tflops, gib << 30, link)
 
 
-def test_a_card_without_bf16_is_said(capsys, config):
+def test_plan_advises_fp16_for_a_gpu_without_bf16(capsys, config):
     for kind, says in (("bf16", True), ("fp16", False)):
         assert (
             "it has no units for bfloat16, so use --dtype fp16"
@@ -282,7 +282,7 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
 
 
-def test_a_product_is_measured():
+def test_product_flops_measures_a_plausible_speed():
     assert 1e7 < product_flops("float32") < 1e15
 
 
@@ -317,7 +317,7 @@ def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monk
     assert f'storage=["{one}", "{two}"]' in capsys.readouterr().out
 
 
-def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
+def test_activations_ssd_moves_planned_bytes_from_gpu_to_disk(capsys, config, monkeypatch):
     words = config, "--drive", "5,4", "--tokens", 65_536, "--length", 256, "--accumulation-steps", 8
     words = *words, "--host-memory", "default"
     here = told(capsys, *words, "--gpu", "165,24,25")
@@ -337,12 +337,12 @@ def test_checkpointed_activations_in_files(capsys, config, monkeypatch):
     # With `--activations host` and a budget that has room for all activations, no activation is written to a file.
     inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
-    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: away["disk"]["bytes"] - 1)
+    monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_: away["disk"]["bytes"] - 1)
     words = *words, *card, "--activations", "ssd", "--storage", config.parent
     assert "of disk space, but only" in told(capsys, *words, status=1)["problems"][0]
 
 
-def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
+def test_plan_for_another_machine_uses_the_ram_option_or_assumes_64_gb(capsys):
     words = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048)
     plain, given = told(capsys, *words), told(capsys, *words, "--ram", "128GB")
     assert (plain["ram_bytes"], plain["ram_assumed"]) == (64 * 10**9, True)
@@ -362,9 +362,9 @@ def test_another_machine_has_the_ram_that_is_given_or_assumed(capsys):
     assert "--host_memory" not in out
 
 
-def test_a_drive_without_room_says_what_frees_it(capsys, tmp_path, monkeypatch):
+def test_full_drive_problem_names_large_files_and_smaller_state_formats(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.cli.plan.answer._LARGE", 1000)
-    monkeypatch.setattr("memascend.plan.decision.room_beside", lambda *_: 50 << 30)
+    monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_: 50 << 30)
     monkeypatch.setattr("memascend.cli.plan.machine.drive_at", lambda _: (None, {}))
     (tmp_path / "old.store").write_bytes(bytes(2000))
     (tmp_path / "notes.txt").write_bytes(bytes(10))
@@ -382,7 +382,7 @@ def test_a_drive_without_room_says_what_frees_it(capsys, tmp_path, monkeypatch):
     assert float(needed) > float(half) > float(eighth)
 
 
-def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
+def test_gpu_here_maps_driver_names_to_known_cards(monkeypatch):
     monkeypatch.setattr("memascend.plan.hardware.has_device_file", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=25 << 30))
@@ -400,7 +400,7 @@ def test_the_gpu_of_this_machine_is_found_by_its_drivers_name(monkeypatch):
         assert gpu_here() is None
 
 
-def test_a_raw_device_among_the_paths_has_no_speed_of_writing(monkeypatch):
+def test_drive_at_measures_only_reads_if_a_path_is_a_raw_device(monkeypatch):
     """The paths are a file system and a raw device, whose write speed is not measured."""
     mean = Speed(nbytes=4 << 30, seconds=1.0, cpu_seconds=0.1)
     system = {"read": mean, "write": mean, "mixed": mean}

@@ -96,7 +96,7 @@ TRAIN_AXOLOTL = ("axolotl", "train", "axolotl.yaml", "--launcher", "python")
 
 
 @needs("axolotl")
-def test_axolotl_goes_on_where_it_was_killed(folder):
+def test_axolotl_resumes_a_killed_run_exactly(folder):
     example(folder, *AXOLOTL)
     require_exact(folder, TRAIN_AXOLOTL, "model.safetensors", AXOLOTL_DO_NOT_TRACK="1")
 
@@ -110,7 +110,7 @@ def test_axolotl_rejects_an_unknown_option_before_it_loads_the_model(folder):
 
 
 @needs("axolotl")
-def test_axolotl_passes_null_on(folder):
+def test_axolotl_plugin_keeps_null_options(folder):
     """Axolotl drops settings that are null. The plugin keeps `master_dtype: null`, which turns off master weights."""
     example(folder, *AXOLOTL, ("host_memory: 8GiB", "master_dtype: null"))
     code = "from axolotl.cli.config import load_cfg; print('options', dict(load_cfg('axolotl.yaml').memascend))"
@@ -119,14 +119,14 @@ def test_axolotl_passes_null_on(folder):
 
 
 @needs("swift")
-def test_swift_goes_on_where_it_was_killed(folder):
+def test_swift_resumes_a_killed_run_exactly(folder):
     example(folder, "swift.sh", ("--logging_steps 10", "--logging_steps 1 --use_cpu true"))
     command = ("sh", "swift.sh")
     require_exact(folder, command, f"checkpoint-{STEPS}/model.safetensors", USE_HF="1", MODELSCOPE_CACHE=str(folder))
 
 
 @needs("swift")
-def test_options_of_swift():
+def test_swift_options_are_parsed_from_name_value_text():
     from memascend.integrations.ms_swift import _options
 
     assert _options("storage=run.store,host_memory=8GiB") == {"storage": "run.store", "host_memory": "8GiB"}
@@ -138,7 +138,7 @@ def test_options_of_swift():
 
 
 @needs("llamafactory")
-def test_llama_factory_goes_on_where_it_was_killed(folder):
+def test_llama_factory_resumes_a_killed_run_exactly(folder):
     installed = Path(importlib.util.find_spec("llamafactory").origin).parent
     shutil.copytree(installed, folder / "site/llamafactory")
     patch = EXAMPLES / "llamafactory.patch"
@@ -151,7 +151,7 @@ def test_llama_factory_goes_on_where_it_was_killed(folder):
     require_exact(folder, ("llamafactory-cli", "train", "llamafactory.yaml"), "model.safetensors", PYTHONPATH=path)
 
 
-def test_options_are_checked():
+def test_options_of_rejects_unknown_options_and_missing_storage():
     from memascend.integrations import options_of
 
     given = {"storage": "run.store", "clipping": "torch", "host_memory": "8GiB"}

@@ -91,7 +91,7 @@ AVERAGES = {
     ("dtype", "gradients", "before"), [(torch.float32, "fused", True), (torch.bfloat16, "ssd", False)], ids=str
 )
 @pytest.mark.parametrize("kind", AVERAGES)
-def test_averages_follow_and_swap(tmp_path, dtype, gradients, before, kind):
+def test_weight_averages_have_the_same_bits_as_in_memory(tmp_path, dtype, gradients, before, kind):
     (loop, average_of), begun, inputs = AVERAGES[kind], [], batch(99, WIDTH, dtype)
 
     def make():
@@ -207,7 +207,7 @@ CASES = {
 
 @pytest.mark.parametrize(("whole", "gradients"), [(False, "ssd"), (True, "auto")], ids=["layers", "module"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, case, whole, gradients):
+def test_lightning_has_the_same_weights_and_validations_as_in_memory(tmp_path, case, whole, gradients):
     callbacks, options = CASES[case]
     plain, trained = Module(), Module(tmp_path, whole, gradients=gradients)
     fit(tmp_path, plain, *callbacks(), **options)
@@ -218,7 +218,7 @@ def test_a_trainer_ends_with_the_weights_and_validations_of_memory(tmp_path, cas
     trainer.optimizers[0].close()
 
 
-def test_a_swap_without_the_door_is_refused(tmp_path):
+def test_weight_averaging_swap_outside_materialized_is_rejected(tmp_path):
     with pytest.raises(memascend.UsageError, match=r"written to .*materialized\(model, modify=True\)"):
         fit(tmp_path, Module(tmp_path), WeightAveraging())
 
@@ -239,7 +239,7 @@ def made():
     return trained, torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
 
 
-def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
+def test_accelerate_loop_has_the_same_bits_as_in_memory(tmp_path, accelerator):
     def loop(trained, optimizer):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         data = torch.utils.data.DataLoader(torch.randn(24, 64, generator=torch.Generator().manual_seed(2)), 4)
@@ -257,9 +257,7 @@ def test_a_loop_of_accelerate_has_the_bits_of_memory(tmp_path, accelerator):
     assert same_states(*both(tmp_path, made, loop, gradients="ssd"))
 
 
-def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed_and_an_older_one_is_not(
-    tmp_path, accelerator
-):
+def test_load_state_accepts_the_last_step_and_rejects_an_older_step(tmp_path, accelerator):
     for existing in ("refuse", "resume"):
         trained, optimizer = memascend.offload(*made(), storage=tmp_path / "run.store", existing=existing)
         prepared, stepped = accelerator.prepare(trained, optimizer)
@@ -283,7 +281,7 @@ def test_a_state_of_the_last_step_is_loaded_also_in_a_run_that_was_resumed_and_a
     optimizer.close()
 
 
-def test_its_optimizer_is_taken_off(tmp_path, accelerator):
+def test_offload_unwraps_the_optimizer_of_accelerate(tmp_path, accelerator):
     plain, in_memory = made()
     train(plain, in_memory, range(5))
     prepared, optimizer = accelerator.prepare(*made())

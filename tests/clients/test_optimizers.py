@@ -27,7 +27,7 @@ def gradient(kind, numel, generator):
     return usual.bfloat16() if kind == "bfloat16" else usual
 
 
-def test_the_maps_are_those_of_bitsandbytes():
+def test_dynamic_maps_equal_the_maps_of_bitsandbytes():
     for signed in (True, False):
         numbers = create_dynamic_map(signed)
         assert same_bits(blockwise.dynamic_map(signed=signed), numbers)
@@ -104,13 +104,13 @@ def test_momentum_in_ram_has_the_bits_of_bitsandbytes():
 @pytest.mark.parametrize(
     "case", [case for library in LIBRARIES for case in cases(library)], ids=lambda case: f"{case.library}-{case.name}"
 )
-def test_the_page_says_what_becomes_of_it(case):
+def test_optimizers_page_has_the_current_row_of_each_optimizer(case):
     if case.name == "SWATS":
         pytest.skip("the step at which SWATS switches to SGD depends on the last bits of the processor's arithmetic")
     assert row(case) in written()[heading(case.library)], "make clients-table"
 
 
-def test_the_page_has_no_other_libraries_versions_and_classes():
+def test_optimizers_page_lists_exactly_the_libraries_and_their_classes():
     found = written()
     assert list(found) == [heading(library) for library in LIBRARIES]
     for library in LIBRARIES:

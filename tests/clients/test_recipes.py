@@ -54,7 +54,7 @@ def test_a_recipe_runs(recipe, folder):
 
 
 @pytest.mark.parametrize("kept", ["+ ", "- "], ids=["offloaded", "in memory"])
-def test_readmes_difference_is_between_two_scripts_that_train(folder, kept):
+def test_scripts_before_and_after_the_readme_diff_train(folder, kept):
     (folder / "chats.jsonl").write_text((folder / "small/data/messages_eval.jsonl").read_text())
     script = "".join(line[1:] for line in DIFFERENCE.splitlines(keepends=True) if line[:1] in kept or line == "\n")
     for theirs, ours in (
@@ -67,7 +67,7 @@ def test_readmes_difference_is_between_two_scripts_that_train(folder, kept):
     assert (folder / "readme-sft.store").exists() or kept == "- "
 
 
-def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, server):
+def test_grpo_recipe_loads_new_weights_into_the_rollout_server_each_step(folder, server):
     (recipe,) = (recipe for title, recipe in RECIPES if "GRPO" in title)
     run(recipe, folder, ROLLOUTS=server)
     asked = urllib.request.Request(server + "/count", b"{}", {"Content-Type": "application/json"})  # noqa: S310
@@ -76,7 +76,7 @@ def test_rollouts_come_from_a_server_that_is_handed_each_steps_weights(folder, s
         assert json.load(answer) == {"loaded": 2}
 
 
-def test_each_kind_of_training_has_one():
+def test_each_kind_of_training_in_the_docs_has_a_recipe():
     titles = re.findall(r"^##+ (.*)", PAGE, re.MULTILINE)
     of_programs = titles.index("Axolotl, ms-swift, LLaMA-Factory")
     # The section at index `of_programs` has no recipes, but settings files. test_integrations.py tests these files.

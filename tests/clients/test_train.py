@@ -107,7 +107,7 @@ def learnt(trainer):
 
 
 @pytest.mark.parametrize(("template", "end", "separator"), [(CHATML, "<|im_end|>", "\n"), (PLAIN, "\n", "")])
-def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_path, template, end, separator):
+def test_only_assistant_answers_and_their_end_tokens_have_a_loss(tmp_path, template, end, separator):
     """Only answers and their end tokens have a loss. The end token is special in ChatML, and a newline in PLAIN."""
     found = learnt(trainer_of(filled(tmp_path, template=template)))
     assert len(found) == len(CHATS)
@@ -118,7 +118,7 @@ def test_the_loss_is_on_all_that_the_assistant_wrote_and_on_nothing_else(tmp_pat
             assert turn["content"] + end + separator in text
 
 
-def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_path):
+def test_labels_equal_trl_labels_of_a_template_that_marks_answers(tmp_path):
     """Two chat templates write the same text for the same conversations. Only the template GENERATION marks answers."""
     found = []
     for name, template in (("marked", GENERATION), ("plain", CHATML)):
@@ -151,13 +151,13 @@ def test_labels_are_trls_token_by_token_where_the_template_marks_answers(tmp_pat
         ({"text": "It is a test."}, "It is a test.<|im_end|>", ["It is a test.<|im_end|>"]),
     ],
 )
-def test_each_shape_of_examples_has_its_labels(folder, row, text, parts):
+def test_each_dataset_format_gets_its_text_and_labels(folder, row, text, parts):
     write_rows(folder / "others.jsonl", [row, row])
     more = ("--columns", "prompt=question,completion=answer") if "question" in row else ()
     assert learnt(trainer_of(folder, "--packing", "false", *more, rows="others.jsonl")) == [(text, parts)] * 2
 
 
-def test_loss_on_everything_must_be_asked_for(folder):
+def test_assistant_only_loss_false_gives_all_tokens_a_loss(folder):
     assert all(parts == [text] for text, parts in learnt(trainer_of(folder, "--assistant_only_loss", "false")))
 
 
@@ -191,7 +191,7 @@ def test_several_files_and_patterns_are_one_data_set(folder):
     assert len(trainer.train_dataset) == 3 + len(CHATS)
 
 
-def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path):
+def test_template_date_is_the_date_of_the_first_start(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}\n" + CHATML
     trainer = trainer_of(filled(tmp_path, template=template))
     assert learnt(trainer)[0][0].startswith("26 Jul 2024\n")
@@ -202,7 +202,7 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_each_example_of_a_packed_sequence_has_the_loss_that_it_has_alone(folder, attention):
+def test_packed_examples_have_the_same_logits_as_separate_examples(folder, attention):
     more = ("--attn_implementation", attention, "--max_length", 256)
     packed = trainer_of(folder, "--packing", *more)
     assert len(packed.train_dataset) < len(CHATS) / 2
@@ -241,7 +241,7 @@ MAMBA = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_laye
         ("BertLMHeadModel", BERT, (), "not a causal decoder"),
     ],
 )
-def test_a_model_whose_loss_would_mean_nothing_is_refused(folder, kind, config, more, message):
+def test_train_rejects_noncausal_models_and_packing_with_mamba(folder, kind, config, more, message):
     getattr(transformers, kind)(config).save_pretrained(folder / "model")
     with pytest.raises(ConfigError, match=message):
         trainer_of(folder, *more)
@@ -251,14 +251,14 @@ def test_a_model_whose_loss_would_mean_nothing_is_refused(folder, kind, config, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dtype_is_that_of_the_folder(tmp_path, dtype):
+def test_model_dtype_defaults_to_the_dtype_in_the_model_folder(tmp_path, dtype):
     trainer = trainer_of(filled(tmp_path, dtype))
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {dtype}
     assert not trainer.args.bf16
     assert all(parameter.is_meta for parameter in trainer.model.parameters())
 
 
-def test_options_of_a_file_and_of_the_command_line(folder):
+def test_command_line_options_override_the_config_file(folder):
     (folder / "run.yaml").write_text(
         f"model: {folder / 'model'}\ndata:\n- {folder / 'rows.jsonl'}\noutput: {folder / 'out'}\n"
         f"storage: [{folder / 'a'}, {folder / 'b'}]\nlearning-rate: 1e-4\nmax_steps: 7\nhost_memory: 1GiB\n"
@@ -272,7 +272,7 @@ def test_options_of_a_file_and_of_the_command_line(folder):
     assert parse(["dpo", "--config", str(folder / "run.yaml"), "--save_steps", "5"]).training.save_strategy == "steps"
 
 
-def test_each_argument_of_offload_is_known_to_it():
+def test_offload_arguments_of_train_are_fields_of_options():
     assert {*OFFLOAD} - {"clipping"} <= {*Options.__dataclass_fields__}
 
 
@@ -311,7 +311,7 @@ def test_each_argument_of_offload_is_known_to_it():
         ("kto.jsonl", '{"prompt": "a", "completion": "b", "label": "no"}', '1: `label` is "no", but must be true'),
     ],
 )  # fmt: skip
-def test_a_wrong_example_is_named_in_one_line(folder, capsys, name, content, message):
+def test_train_rejects_an_invalid_data_file_with_a_one_line_error(folder, capsys, name, content, message):
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     kind = ["kto"] if name == "kto.jsonl" else []
     assert main(["train", *kind, *words(folder, rows=name)]) == 1
@@ -332,7 +332,7 @@ def test_a_template_that_does_not_show_the_answers_is_an_error(tmp_path):
         trainer_of(filled(tmp_path, template=FORGETS))
 
 
-def test_a_word_like_an_option_is_named(folder):
+def test_unknown_option_error_suggests_a_similar_option(folder):
     with pytest.raises(ArgumentError, match=r"--lerning_rate 1; did you mean --learning_rate\?"):
         parse(words(folder, "--lerning_rate", "1"))
 
@@ -350,7 +350,7 @@ def test_a_word_like_an_option_is_named(folder):
         (("--max_length", "4"), "no example of --data is left: each has no token with a loss within --max_length 4"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_anything_changes(folder, capsys, more, message):
+def test_train_rejects_invalid_options_before_it_creates_a_store(folder, capsys, more, message):
     assert main(["train", *words(folder, *more)]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (folder / "store").exists()
@@ -375,7 +375,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_torchs_memory_is_what_the_trainers_loss_allocates(folder, kind):
+def test_predicted_peak_memory_matches_the_memory_of_the_trainers_loss(folder, kind):
     """Compares the trace with the bytes that the profiler counts. As in real models, the vocabulary is large."""
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     config.vocab_size, config.max_position_embeddings = 12_000, 64
@@ -431,7 +431,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_equals_trl_in_memory_and_its_folder_loads(tmp_path, kind, capsys):
+def test_train_equals_trl_in_memory_for_each_kind_and_its_output_loads(tmp_path, kind, capsys):
     """Compares `memascend train` with a Trainer of TRL that trains in memory with the same arguments."""
     make_model(tmp_path / "model", torch.float32)
     write_rows(tmp_path / "rows.jsonl", KINDS[kind])
@@ -469,7 +469,7 @@ def test_adapters_are_trained_evaluated_on_held_out_examples_and_saved(folder):
     assert [line["step"] for line in history if "eval_loss" in line] == [2, 4]
 
 
-def test_a_finished_run_says_so_and_writes_what_is_missing(folder, capsys):
+def test_repeated_finished_run_writes_only_missing_files(folder, capsys):
     command = words(folder, "--max_steps", 2)
     assert main(["train", *command]) == 0
     file = folder / "out" / "model.safetensors"
@@ -484,7 +484,7 @@ def test_a_finished_run_says_so_and_writes_what_is_missing(folder, capsys):
 
 
 @pytest.mark.root
-def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, small_ext4, capsys):  # noqa: F811
+def test_save_on_a_full_disk_fails_and_the_same_command_saves_later(folder, small_ext4, capsys):  # noqa: F811
     command = words(folder, "--output", small_ext4 / "out", "--max_steps", 2)
     filler = small_ext4 / "filler"
     # The remaining 100 KiB have room for memascend-train.json, but not for the model.
@@ -498,7 +498,7 @@ def test_a_save_without_space_loses_nothing_and_the_same_command_saves(folder, s
     assert transformers.AutoModelForCausalLM.from_pretrained(small_ext4 / "out")
 
 
-def test_nothing_is_sent(folder):
+def test_train_opens_no_network_connection(folder):
     """Trains in a new process, which exits with an error if it tries to open a connection."""
     program = (
         "import socket, sys\n"

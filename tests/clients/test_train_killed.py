@@ -73,7 +73,7 @@ def results(folder, name):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("logging", [1, 10])
-def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, logging):
+def test_killed_train_command_has_the_results_of_an_uninterrupted_run(tmp_path, logging):
     prepare(tmp_path, torch.bfloat16)
     more = f"logging_steps: {logging}"
     run(tmp_path, "whole", more)
@@ -92,7 +92,7 @@ def test_a_killed_and_repeated_run_is_the_run_that_was_never_killed(tmp_path, lo
 
 
 @pytest.mark.timeout(600)
-def test_a_stop_names_the_committed_step_and_the_restart_goes_on_there(tmp_path):
+def test_stopped_train_names_the_committed_step_and_resumes_there(tmp_path):
     prepare(tmp_path, torch.float32)
     more, step = "logging_steps: 1\nlr_scheduler_type: constant", None
     for place, stop, status in (("'loss'", signal.SIGINT, 130), ("resuming at", signal.SIGTERM, 143)):
@@ -231,7 +231,7 @@ def digest(output):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", ["one", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_ends_as_in_memory(tmp_path, kind, kills):
+def test_killed_offloaded_trainer_ends_with_the_bits_of_a_run_in_memory(tmp_path, kind, kills):
     want = digest(start(tmp_path, "memory", kind))
     number = list(KINDS).index(kind)
     for kill in MOMENTS if kills == "all" else [MOMENTS[number]]:

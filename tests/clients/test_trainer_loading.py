@@ -112,7 +112,7 @@ def require_same_runs(make, model, folder):
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
-def test_training_has_the_bits_of_a_loaded_model(tmp_path, model, kind):
+def test_training_under_loading_has_the_same_bits_as_a_loaded_model(tmp_path, model, kind):
     require_same_runs(TRAINERS[kind], model, tmp_path)
 
 
@@ -148,12 +148,12 @@ def with_buffers(folder):
 
 
 @pytest.mark.parametrize("make", [tied, both_in_the_files, untied_by_the_files, with_buffers])
-def test_files_are_read_as_transformers_reads_them(tmp_path, make):
+def test_loading_reads_tied_and_untied_files_like_transformers(tmp_path, make):
     make(tmp_path / "model")
     require_same_runs(plain, tmp_path / "model", tmp_path)
 
 
-def test_what_a_trainer_did_not_load_stays_what_it_is(tmp_path, model):
+def test_loading_keeps_a_model_that_is_passed_to_the_trainer(tmp_path, model):
     given = transformers.AutoModelForCausalLM.from_pretrained(model)
     with memascend.trainer.loading():
         arguments = transformers.TrainingArguments(str(tmp_path), **SETTINGS)
@@ -162,7 +162,7 @@ def test_what_a_trainer_did_not_load_stays_what_it_is(tmp_path, model):
     assert not any(parameter.is_meta for parameter in given.parameters())
 
 
-def test_other_threads_and_later_code_load_as_ever(model):
+def test_loading_affects_no_other_thread_and_no_later_code(model):
     def load():
         return transformers.AutoModelForCausalLM.from_pretrained(model).to("cpu")
 
@@ -174,7 +174,7 @@ def test_other_threads_and_later_code_load_as_ever(model):
     assert before == [vars(transformers.PreTrainedModel)["from_pretrained"], vars(torch.nn.Module)["to"]]
 
 
-def test_buffers_and_generation_settings_are_there(model):
+def test_loading_sets_buffers_and_generation_settings(model):
     with memascend.trainer.loading():
         made = transformers.AutoModelForCausalLM.from_pretrained(model)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -183,7 +183,7 @@ def test_buffers_and_generation_settings_are_there(model):
     assert made.training == loaded.training
 
 
-def test_a_refused_call_may_be_made_again(tmp_path, model):
+def test_trainer_offload_can_be_repeated_after_a_budget_error(tmp_path, model):
     with memascend.trainer.loading():
         trainer = preferring(model, tmp_path, optim="adamw_8bit", max_grad_norm=0.5)
     before = dict(vars(trainer))
@@ -204,7 +204,7 @@ def test_a_refused_call_may_be_made_again(tmp_path, model):
     assert not list(tmp_path.glob("memascend-*"))
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_loading_rejects_truncated_and_non_safetensors_files(tmp_path):
     saved(transformers.LlamaConfig(**SMALL), tmp_path)
     file = tmp_path / "model.safetensors"
 
@@ -219,7 +219,7 @@ def test_other_weights_are_refused(tmp_path):
     refused(memascend.ConfigError, "are not in safetensors files")
 
 
-def test_what_needs_weights_or_other_names_at_once_is_refused(tmp_path, model):
+def test_loading_rejects_dora_precomputed_log_probs_and_key_mapping(tmp_path, model):
     needs = (memascend.UsageError, "needs the values of weights")
     load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, model)
     for (error, message), make in (
@@ -231,7 +231,7 @@ def test_what_needs_weights_or_other_names_at_once_is_refused(tmp_path, model):
             make()
 
 
-def test_sharding_and_a_parameter_without_values_are_refused_by_name(tmp_path, model):
+def test_trainer_offload_rejects_fsdp_and_parameters_without_values(tmp_path, model):
     with memascend.trainer.loading():
         trainer = plain(model, tmp_path)
     trainer.is_fsdp_enabled = True

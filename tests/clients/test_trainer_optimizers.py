@@ -38,7 +38,7 @@ STREAMED = {
 
 
 @pytest.mark.parametrize("optim", STREAMED)
-def test_what_streams_is_used_as_the_trainer_makes_it(tmp_path, optim):
+def test_each_streamed_optim_has_the_same_results_as_in_memory(tmp_path, optim):
     # The engine computes "adamw_torch" with the bits of "adamw_torch_fused".
     same_bits_as = "adamw_torch_fused" if optim == "adamw_torch" else optim
     in_memory = results(made(tmp_path, same_bits_as, **STREAMED[optim]))
@@ -47,7 +47,7 @@ def test_what_streams_is_used_as_the_trainer_makes_it(tmp_path, optim):
 
 
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
-def test_adamw_of_bitsandbytes_is_that_of_torch_in_its_format(tmp_path, caplog, optim):
+def test_bitsandbytes_adamw_optim_runs_as_torch_adamw_in_its_format(tmp_path, caplog, optim):
     bits = {"state": "8bit"} if "8bit" in optim else {}
     expected = results(made(tmp_path, "adamw_torch"), tmp_path / "plain.store", **bits)
     with caplog.at_level(logging.INFO, "memascend"):
@@ -66,7 +66,7 @@ def test_bitsandbytes_own_optimizers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("optim", ["paged_lion_8bit", "rmsprop_bnb", "lomo", "galore_adamw_layerwise"])
-def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
+def test_error_for_an_unsupported_optim_lists_the_supported_optims(tmp_path, optim):
     trainer = made(tmp_path, optim)
     with pytest.raises(memascend.ConfigError, match=rf"cannot stream optim='{optim}'.*: adamw_torch, .*sgd"):
         memascend.trainer.offload(trainer, storage=tmp_path / "run.store")
@@ -74,7 +74,7 @@ def test_what_cannot_stream_is_refused_with_what_can(tmp_path, optim):
     assert not (tmp_path / "run.store").exists()
 
 
-def test_what_a_trainer_has_trained_is_offloaded(tmp_path):
+def test_offload_accepts_a_model_after_training_in_memory(tmp_path):
     """After a training in memory, only the model and the optimizer refer to weights, so the model can be offloaded."""
     trainer = made(tmp_path, "adamw_torch")
     trainer.train()

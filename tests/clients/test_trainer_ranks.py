@@ -110,7 +110,7 @@ def assert_same(folder, other):
 
 
 @pytest.mark.parametrize("kind", ["plain", "supervised"])
-def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
+def test_killed_and_resumed_ranks_have_the_results_of_one_process(tmp_path, kind):
     """Logged norms, weights and the checkpoints' optimizer state must be equal. Losses may differ by rounding."""
     run(tmp_path / "one", kind, start=(), gradient_accumulation_steps=4)
     options = {"gradient_accumulation_steps": 2, **FSDP}
@@ -122,7 +122,7 @@ def test_ranks_that_are_killed_and_resumed_are_one_process(tmp_path, kind):
     assert_same(tmp_path / "two", tmp_path / "one")
 
 
-def test_another_number_of_ranks_goes_on_from_the_trainers_checkpoint(tmp_path):
+def test_trainer_checkpoint_resumes_on_another_number_of_ranks(tmp_path):
     run(tmp_path / "one", "plain", start=(), gradient_accumulation_steps=4)
     run(tmp_path / "ranks", "plain", "1", "6", fails=True, gradient_accumulation_steps=2, **FSDP)
     words = run(tmp_path / "ranks", "plain", start=(), fails=True, gradient_accumulation_steps=2)
@@ -151,7 +151,7 @@ def test_accelerate_launch_needs_no_arguments_of_the_script(tmp_path):
     ],
     ids=["ddp", "cpu_offload", "checkpointing"],
 )
-def test_what_cannot_work_is_rejected_before_anything_is_made(tmp_path, options, message):
+def test_ddp_and_unsupported_fsdp_settings_are_rejected(tmp_path, options, message):
     assert message in run(tmp_path / "run", "plain", fails=True, **options)
     assert not os.path.lexists(tmp_path / "run/run")
 

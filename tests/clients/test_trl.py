@@ -79,7 +79,7 @@ def test_adapters_train_and_merge_as_in_memory(tmp_path, gradients, over):
     assert same_states(merged, their_merged)
 
 
-def test_adapters_added_later_are_refused_until_the_model_is_offloaded_anew(tmp_path):
+def test_adapters_added_after_offload_are_rejected_until_a_new_offload(tmp_path):
     plain = language_model()
     losses = train(plain, adamw(plain), range(4), loss_of)
     model = language_model()
@@ -135,7 +135,7 @@ def pairs(count=8):
     )
 
 
-def test_preferences_are_learned_as_in_memory_with_a_reference_that_follows(tmp_path):
+def test_dpo_with_a_synced_reference_model_equals_training_in_memory(tmp_path):
     def make():
         model = language_model()
         return model, adamw(model)
@@ -214,7 +214,7 @@ def trained(folder, kind, *, layers):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_line_makes_training_go_by_layer(tmp_path, kind):
+def test_trl_trainer_by_layer_equals_micro_batches_in_order(tmp_path, kind):
     logs, weights, read, went_by_layer, metrics = trained(tmp_path, kind, layers=True)
     want, others, more, _, in_order = trained(tmp_path, kind, layers=False)
     assert went_by_layer

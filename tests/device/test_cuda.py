@@ -23,7 +23,7 @@ def expected(tmp_path, device, data):
         return losses(model, optimizer, data)
 
 
-def test_without_a_name_it_is_taken(tmp_path, data, expected):
+def test_offload_without_device_uses_cuda(tmp_path, data, expected):
     model, optimizer = begun(tmp_path, None)
     with optimizer:
         assert model.head.weight.is_cuda
@@ -39,7 +39,7 @@ def test_the_chunks_are_registered(tmp_path, device):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
+def test_steps_on_new_streams_have_the_losses_of_one_stream(tmp_path, device, data, expected, gradients):
     """Each step runs on a new stream, and uses units that were loaded on the stream of the previous step.
 
     The run may rewrite a slot only after both streams have used the slot.
@@ -57,7 +57,7 @@ def test_on_streams_in_turn(tmp_path, device, data, expected, gradients):
     assert found == expected
 
 
-def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
+def test_forward_and_fused_backward_do_not_synchronise(tmp_path, device, data):
     """If the device has room for all units, a forward and a fused backward only queue work, and do not synchronise."""
     model, optimizer = begun(tmp_path, device, device_memory="1GiB")
     with optimizer:
@@ -70,7 +70,7 @@ def test_the_host_waits_for_no_computation_in_a_forward(tmp_path, device, data):
         optimizer.step()
 
 
-def test_real_parameters_for_a_while(tmp_path, device, data, expected):
+def test_materialized_moves_parameters_to_the_host_and_back(tmp_path, device, data, expected):
     """materialized() moves the parameters to host memory, because the device may not have room for all of them.
 
     When the block ends, the parameters are on the device again.
@@ -96,7 +96,7 @@ def test_real_parameters_for_a_while(tmp_path, device, data, expected):
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_attention_kernels(tmp_path, device, dtype, compiled):
+def test_attention_has_the_same_bits_as_a_model_on_the_device(tmp_path, device, dtype, compiled):
     """An offloaded model must have the same bits as a model that stays on the device.
 
     Models in 16-bit dtypes use flash attention. If `compiled` is true, the blocks are compiled.
@@ -124,7 +124,7 @@ def test_attention_kernels(tmp_path, device, dtype, compiled):
     check(case, device, "fused", tmp_path)
 
 
-def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
+def test_forward_in_a_graph_capture_is_rejected_and_the_run_continues(tmp_path, device, data, expected):
     """A forward during a capture must raise an error, and the run must then continue."""
     model, optimizer = begun(tmp_path, device)
     with optimizer:
@@ -137,7 +137,7 @@ def test_a_capture_is_refused_and_ends_well(tmp_path, device, data, expected):
         assert losses(model, optimizer, data) == expected
 
 
-def test_other_code_is_captured_while_units_come(tmp_path, device, data, expected):
+def test_other_code_can_be_captured_while_units_are_prefetched(tmp_path, device, data, expected):
     """The staging thread queries its copies all the time.
 
     These queries must not end the capture of another thread.
@@ -182,7 +182,7 @@ optimizer.close()
 """
 
 
-def test_a_context_that_is_lost(tmp_path, device, python, data, expected):
+def test_run_resumes_after_a_lost_cuda_context(tmp_path, device, python, data, expected):
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     said = python(LOST, tmp_path, tests, env={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert "said:" in said
@@ -192,12 +192,12 @@ def test_a_context_that_is_lost(tmp_path, device, python, data, expected):
         assert step(model, optimizer, data[3]) > 0
 
 
-def test_a_device_that_is_not_there(tmp_path):
+def test_offload_rejects_an_absent_cuda_device(tmp_path):
     with pytest.raises(memascend.ConfigError, match="torch sees"):
         begun(tmp_path, f"cuda:{torch.cuda.device_count()}")
 
 
-def test_a_larger_model_than_the_budget(tmp_path, device):
+def test_model_larger_than_the_device_budget_stays_within_the_budget(tmp_path, device):
     """The weights have 200 MB, which is more than the device budget.
 
     torch must allocate only the budget, the activations, and the workspace of matrix products.

@@ -32,7 +32,7 @@ def losses(model, optimizer, data, count=3):
     return [step(model, optimizer, data[index]) for index in range(count)]
 
 
-def test_it_says_that_it_is_there(tmp_path, device, data):
+def test_parameters_report_the_device_and_cannot_be_moved(tmp_path, device, data):
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         parameter = model.head.weight
@@ -57,7 +57,7 @@ def test_it_says_that_it_is_there(tmp_path, device, data):
         assert held["torch"]["peak"] >= held["owners"]["units"]["bytes"]
 
 
-def test_host_memory_does_not_depend_on_the_model(tmp_path, device):
+def test_host_memory_does_not_grow_with_the_number_of_blocks(tmp_path, device):
     """Of all parts of the host memory, only the index grows with the number of blocks.
 
     The size of the queue depends on the largest parameter, which has the same size in both models.
@@ -87,7 +87,7 @@ def test_state_dicts_are_on_the_host(tmp_path, device, data):
         assert bool((model.head.weight == 1).all())
 
 
-def test_save_and_begin_from_it(tmp_path, device, data):
+def test_run_from_a_saved_checkpoint_has_the_same_losses(tmp_path, device, data):
     model, optimizer = begun(tmp_path, device)
     with optimizer:
         losses(model, optimizer, data)
@@ -99,7 +99,7 @@ def test_save_and_begin_from_it(tmp_path, device, data):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant):
+def test_results_are_equal_with_activations_on_device_host_or_ssd(tmp_path, device, reentrant):
     found = []
     for where in ("device", "host", "ssd"):
         options = {"device": device, "activations": where, "gradients": "ssd", "existing": "replace"}
@@ -111,7 +111,7 @@ def test_checkpointed_activations_wherever_they_wait(tmp_path, device, reentrant
     assert found[0] == found[1] == found[2]
 
 
-def test_no_memory_for_the_units(tmp_path, device):
+def test_offload_without_device_memory_fails_and_changes_nothing(tmp_path, device):
     """offload() raises an error that names device_memory, and changes nothing."""
     torch.manual_seed(1)
     # torch's allocator allocates blocks of 2 MiB for requests below 1 MiB, and blocks of 20 MiB for requests below 10
@@ -142,7 +142,7 @@ def test_a_registration_that_was_refused_is_reported(tmp_path, device, monkeypat
 
 
 @pytest.mark.parametrize("way", ["bring", "take", "mark"])
-def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
+def test_failed_device_call_raises_and_the_run_resumes(tmp_path, device, data, way, monkeypatch):
     """If a call to the device fails, the step must raise a DeviceError. The run then resumes from its last commit."""
     model, optimizer = begun(tmp_path, device)
     there = optimizer._session.run.resources.units.device
@@ -167,7 +167,7 @@ def test_a_device_that_fails(tmp_path, device, data, way, monkeypatch):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_a_stream_that_is_being_captured(tmp_path, device, data, gradients, monkeypatch):
+def test_run_rejects_calls_during_a_graph_capture_and_then_continues(tmp_path, device, data, gradients, monkeypatch):
     """During a capture, a forward, a backward, step() and a read of a weight must raise an error.
 
     After the capture, the same step must work.
@@ -196,7 +196,7 @@ def test_a_stream_that_is_being_captured(tmp_path, device, data, gradients, monk
         assert optimizer.steps == 3
 
 
-def test_a_device_looks_whether_the_callers_stream_is_captured(monkeypatch):
+def test_require_no_capture_raises_while_the_stream_is_captured(monkeypatch):
     device = object.__new__(Device)
     for captures in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
@@ -228,7 +228,7 @@ def of_a_function(model, **how):
         ],
     ),
 )
-def test_code_that_is_compiled_to_be_captured(tmp_path, device, data, of, how):
+def test_code_compiled_with_cuda_graphs_is_rejected(tmp_path, device, data, of, how):
     torch._dynamo.reset()
     model, optimizer = begun(tmp_path, device)
     with optimizer:
@@ -244,7 +244,7 @@ def test_code_that_is_compiled_to_be_captured(tmp_path, device, data, of, how):
 
 
 @pytest.mark.parametrize("how", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "eager"}])
-def test_what_is_compiled_otherwise_is_not_refused(how):
+def test_code_compiled_without_cuda_graphs_is_accepted(how):
     @torch._dynamo.disable
     def gate(*_):
         refuse_graphs()

@@ -183,5 +183,5 @@ def held():
 # cuDNN warns that it copies RNN weights into one block of memory, because materialized parameters do not share a block.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize(("case", "gradients", "options"), [*cases(), *held()])
-def test_the_same_bits(case, gradients, options, device, tmp_path):
+def test_offloaded_training_has_the_same_bits_as_on_the_device(case, gradients, options, device, tmp_path):
     check(case, device, gradients, tmp_path, options)

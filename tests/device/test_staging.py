@@ -59,7 +59,7 @@ def lent_windows(updates, there):
 # --- the arena -----------------------------------------------------------------------------------------
 
 
-def test_a_view_keeps_a_slot(there):
+def test_arena_slot_stays_leased_while_a_view_exists(there):
     arena = DeviceArena(there, {10_000: 1})
     base = arena.lease(9_000, 0)
     view = base.copy_(torch.full((9_000,), 7, dtype=torch.uint8))[100:200].view(2, 50)
@@ -76,7 +76,7 @@ def test_a_view_keeps_a_slot(there):
 # --- units ---------------------------------------------------------------------------------------------
 
 
-def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
+def test_slot_keeps_its_marks_if_a_unit_is_dropped_before_its_copy(staging, arena, updates):
     """A unit is dropped before it is copied into its slot.
 
     The next copy into the slot must still wait for the work that used the slot before.
@@ -96,7 +96,7 @@ def test_a_unit_that_never_came_leaves_its_marks(staging, arena, updates):
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
-def test_threads_that_check(there, arena, updates, tmp_path, threads):
+def test_staging_detects_damage_with_any_number_of_checkers(there, arena, updates, tmp_path, threads):
     """Any number of checker threads gives the same units.
 
     If a unit is damaged, `wait()` raises an error before any code can use the unit.
@@ -124,7 +124,7 @@ def fails(*_):
     raise StorageError("the device is lost")
 
 
-def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeypatch):
+def test_wait_raises_a_copy_error_and_a_retry_succeeds(staging, arena, updates, there, monkeypatch):
     base = leased(arena, updates)
     with monkeypatch.context() as patch:
         patch.setattr(there, "bring", fails)
@@ -133,7 +133,7 @@ def test_a_device_that_fails_is_heard_of(staging, arena, updates, there, monkeyp
     staging.begin("first", base).wait()
 
 
-def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
+def test_every_wait_raises_after_a_queued_copy_fails(there, updates, arena):
     """A queued copy that fails ends the staging thread. Each later `wait()` must raise an error instead of hanging."""
     staging = Staging(there, [pages(16 << 10)], updates.parts, arena.after)
     base = leased(arena, updates)
@@ -145,7 +145,7 @@ def test_a_device_that_is_lost_is_heard_of(there, updates, arena):
     staging.close()
 
 
-def test_dropping_lets_go(staging, arena, updates):
+def test_dropping_a_staged_unit_frees_its_slot(staging, arena, updates):
     base = leased(arena, updates)
     coming = staging.begin("first", base)
     del coming, base
@@ -153,7 +153,7 @@ def test_dropping_lets_go(staging, arena, updates):
     assert arena.free_slots(in_one(updates, "first").nbytes) == 2
 
 
-def test_closing_ends_it(there, updates, arena):
+def test_closed_staging_rejects_begin(there, updates, arena):
     staging = Staging(there, [pages(CHUNK)], updates.parts, arena.after)
     base = leased(arena, updates)
     coming = staging.begin("first", base)
@@ -167,7 +167,7 @@ def test_closing_ends_it(there, updates, arena):
 # --- windows on gradients --------------------------------------------------------------------------------
 
 
-def test_gradients_are_lent_in_windows(store, there, tmp_path):
+def test_gradient_through_windows_has_the_same_bits_as_in_host_memory(store, there, tmp_path):
     """A gradient that passes through five windows must give the same bits as a gradient in host memory."""
     gradient = torch.randn(ELEMENTS // 2)
     values = store.read("first.0")[0]
@@ -188,7 +188,7 @@ def test_gradients_are_lent_in_windows(store, there, tmp_path):
         assert all(torch.equal(state[name], ours[name]) for name in state)
 
 
-def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, there):
+def test_apply_with_windows_updates_given_values_and_rejects_stale_values(store, there):
     gradient, given = torch.randn(ELEMENTS // 2), store.read("first.0")[0]
     found = torch.empty_like(gradient)
 
@@ -207,7 +207,7 @@ def test_arithmetic_of_others_has_lent_gradients_and_given_values(store, there):
             lent.commit(2)
 
 
-def test_a_gradient_is_let_go_when_it_was_used(store, there):
+def test_gradient_is_released_after_its_update(store, there):
     gradient = torch.randn(ELEMENTS // 2).to(there.torch_device)
     with engine.Engine(store) as updates:
         lent_windows(updates, there).update("first.0", gradient, engine.Adam(step=1))
@@ -217,7 +217,7 @@ def test_a_gradient_is_let_go_when_it_was_used(store, there):
         assert uses <= 2, "the gradient is still referenced after its update"
 
 
-def test_a_copy_that_fails_fails_the_step(store, there, monkeypatch):
+def test_failed_gradient_copy_fails_the_commit(store, there, monkeypatch):
     before = store.read("first.0")
     with engine.Engine(store) as updates:
         lent = lent_windows(updates, there)

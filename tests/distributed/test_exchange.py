@@ -43,14 +43,14 @@ def agrees(_):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_ranks_hear_of_each_other_and_add_up(tmp_path, count):
+def test_exchange_gathers_values_and_adds_integers_exactly(tmp_path, count):
     on_ranks(count, agrees, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False])
 @ranks(7)
-def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(folder, hangs):  # noqa: ARG001
+def test_late_or_missing_rank_is_named_on_all_ranks(folder, hangs):  # noqa: ARG001
     """Rank 3 is late or does not come. All other ranks, and a late rank 3, must name rank 3 in their errors.
 
     The other ranks arrive in time, but at different times.
@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named_by_ranks_that_do_not_wait_for_it(fol
     ("digests", "apart"), [([1, 2, 1, 2, 1, 2], ()), ([1, 1, 2, 1, 1, 1], (2,)), ([1, 2, 2, 1, 1, 2], (2, 3))]
 )
 @ranks(6)
-def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apart):  # noqa: ARG001
+def test_commit_fails_on_all_ranks_if_replicas_stage_different_values(folder, digests, apart):  # noqa: ARG001
     """Three ranks stage the same rows. If one digest differs, the error on each rank names the rank of this digest."""
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
@@ -92,7 +92,7 @@ def test_replicas_that_stage_other_values_end_a_step_on_all(folder, digests, apa
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_text_that_arrived_counts_although_its_sender_is_gone(monkeypatch, arrived):
+def test_received_message_counts_after_its_sender_disconnects(monkeypatch, arrived):
     """When a connection closes, gloo's `wait` may raise although the message has arrived. The message must count."""
     text = control_plane._padded('[1, "value", null, "first", [], 0.0]')
 
@@ -178,7 +178,7 @@ def rank_0_of_5(monkeypatch):
         ([1, 2], {2: []}, (1,)),
     ],
 )
-def test_who_left_because_of_others_is_not_named(rank_0_of_5, missing, said, named):
+def test_rank_that_left_because_of_another_rank_is_not_named(rank_0_of_5, missing, said, named):
     assert rank_0_of_5(Words(said)).at_fault(missing) == named
     # The note of a rank may arrive shortly after the rank's connection is closed.
     assert rank_0_of_5(Words(said, late=said)).at_fault(missing) == named
@@ -188,7 +188,7 @@ def hang(over):
     return lambda *_: over.wait(SECONDS)
 
 
-def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
+def test_missing_ranks_are_named_if_the_store_is_gone_or_hangs(rank_0_of_5):
     over, gone, hanging = threading.Event(), Words({2: [1]}), Words({2: [1]})
     gone.check, hanging.check = Mock(side_effect=RuntimeError("connection reset")), hang(over)
     for store in (gone, hanging):
@@ -196,7 +196,7 @@ def test_who_is_missing_is_named_where_the_store_is_gone_or_hangs(rank_0_of_5):
     over.set()
 
 
-def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
+def test_make_group_times_out_if_the_store_hangs(rank_0_of_5):
     """Torch's store is in the process of rank 0. If this process hangs, the store does not answer."""
     over = threading.Event()
     store = Mock(**dict.fromkeys(("check", "get", "set", "add", "wait"), hang(over)))
@@ -206,7 +206,7 @@ def test_a_store_that_hangs_ends_the_wait_for_a_group_in_time(rank_0_of_5):
 
 
 @ranks(3)
-def test_a_rank_that_ended_because_of_a_dead_one_is_not_named_beside_it(folder):
+def test_error_blames_the_dead_rank_and_not_the_rank_that_left_after_it(folder):
     """Rank 1 sends its message only to rank 0, and leaves once rank 0 has received the message.
 
     Rank 2 never gets the message of rank 1, and leaves as well. Ranks 1 and 2 leave before rank 0 calls
@@ -249,7 +249,7 @@ def _await(folder, *names):
 
 @pytest.mark.parametrize("kind", ["gather", "move"])
 @ranks(4)
-def test_a_rank_that_is_gone_in_a_collective_is_named_by_those_far_from_it(folder, kind):
+def test_rank_lost_in_a_collective_is_named_on_all_ranks(folder, kind):
     """Rank 3 leaves, and all other ranks must name rank 3 in their errors.
 
     Rank 1 is not a neighbour of rank 3 in gloo's ring, so other ranks must notify rank 1. No process ends before all
@@ -302,7 +302,7 @@ def meet_all(store, ranks, count=3, seconds=SECONDS):
     return found
 
 
-def test_each_attempt_has_keys_of_its_own():
+def test_each_rendezvous_attempt_uses_a_new_key_prefix():
     store, prefixes = distributed.HashStore(), []
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         found = meet_all(store, order)
@@ -311,7 +311,7 @@ def test_each_attempt_has_keys_of_its_own():
     assert len(set(prefixes)) == 3
 
 
-def test_a_rank_that_does_not_come_is_named_though_an_earlier_attempt_had_it():
+def test_rendezvous_names_a_missing_rank_that_joined_an_earlier_attempt():
     store = distributed.HashStore()
     for _ in range(2):
         for error in meet_all(store, (0, 2), seconds=0.5).values():
@@ -321,7 +321,7 @@ def test_a_rank_that_does_not_come_is_named_though_an_earlier_attempt_had_it():
 
 
 @pytest.mark.parametrize(("address", "hosts"), [("127.0.1.1", 2), ("::1", 2), ("127.0.1.1", 1), ("", 2)])
-def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, address, hosts):
+def test_host_with_a_loopback_address_is_named_on_all_ranks(monkeypatch, address, hosts):
     numbers = iter(range(3))
 
     def host():
@@ -351,7 +351,7 @@ def test_a_host_that_others_cannot_reach_is_named_on_all_ranks(monkeypatch, addr
         ("0.0.0.0", None, ""),  # noqa: S104 - no socket listens on it
     ],
 )
-def test_the_address_of_gloo_is_that_of_the_hosts_name_or_of_the_interface(monkeypatch, name, interfaces, loopback):
+def test_loopback_check_uses_the_host_name_or_the_gloo_interface(monkeypatch, name, interfaces, loopback):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if interfaces is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)

@@ -206,7 +206,7 @@ def test_torchrun_restarts_ranks_that_are_lost(hosts, alone):
     assert saved(hosts) == alone
 
 
-def test_slurms_line_starts_a_run(hosts, alone, tmp_path):
+def test_slurm_command_starts_a_run_on_two_hosts(hosts, alone, tmp_path):
     """Replaces Slurm's programs. `srun` runs its command on the host that calls `srun`. `scontrol` lists both hosts."""
     programs = {
         "srun": 'test "$1 $2 $3 $4" = "--nodes 2 --ntasks-per-node 1" && shift 4 && exec "$@"',

@@ -36,7 +36,7 @@ def store(count, *numbers):
 
 @pytest.mark.parametrize("last", [(3, 2), (4, 3), (9,)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_stores_of_several_runs_do_not_go_together_though_their_numbers_do(last, count):
+def test_common_of_rejects_stores_of_several_runs(last, count):
     with pytest.raises(ConfigError, match=f"several runs.*rank {count}: run 44444444"):
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
 
@@ -60,7 +60,7 @@ def chosen(shards, each):
         (2, [store(2, 3, 2), store(2, 2, 1), store(2, 2, 1), store(2, 3, 2)], 2, {}),
     ],
 )
-def test_replicas_fill_stores_that_are_not_whole_or_were_left_out_of_a_step(shards, each, number, lost):
+def test_choose_refills_unverified_stores_and_stores_one_step_behind(shards, each, number, lost):
     opening = chosen(shards, each)
     assert (opening.number, opening.lost) == (number, lost)
 
@@ -115,7 +115,7 @@ ZEROS = {**store(4), "there": False, "filled": True}
         (stores(4, *[store(2, 9, 8)] * 4), []),
     ],
 )
-def test_new_stores_stand_for_what_they_name(old, outlived):
+def test_new_stores_supersede_the_earlier_commit_that_they_name(old, outlived):
     assert list(superseded_by([old, new(said(identity(4, 9)))])) == outlived
     # If the new stores do not name the old stores, the old stores are not superseded.
     assert not superseded_by([old, new(said())])
@@ -123,12 +123,12 @@ def test_new_stores_stand_for_what_they_name(old, outlived):
 
 
 @pytest.mark.parametrize("last", [None, store(2)])
-def test_stores_of_which_one_is_missing_stand_for_none(last):
+def test_incomplete_new_stores_supersede_no_earlier_store(last):
     old = stores(4, *[store(4, 9, 8)] * 4)
     assert not superseded_by([old, stores(2, store(2, 1), last, said=said(identity(4, 9)))])
 
 
-def test_stores_stand_for_all_that_those_had_outlived():
+def test_new_stores_supersede_stores_of_several_earlier_rank_counts():
     """The run had one process, then two ranks, then three. Of the two ranks' stores, rank 0's store is missing."""
     two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
     three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
@@ -275,7 +275,7 @@ def swap(one, other):
 # --- the rank that owns a store ---------------------------------------------------------------
 
 
-def test_a_store_knows_its_rank(tmp_path):
+def test_store_of_another_rank_is_rejected(tmp_path):
     assert Life(tmp_path, 3).began == [0, 0]
     assert [(named(tmp_path, rank).rank, named(tmp_path, rank).ranks) for rank in range(2)] == [(0, 2), (1, 2)]
     assert named(tmp_path, 0).identity == named(tmp_path, 1).identity != bytes(16)
@@ -292,14 +292,14 @@ def test_a_store_knows_its_rank(tmp_path):
     assert Life(tmp_path, 6).began == [5, 5]
 
 
-def test_as_many_ranks_as_there_were(tmp_path):
+def test_resume_rejects_another_rank_count_or_a_missing_store(tmp_path):
     Life(tmp_path, 1, size=3)
     refused(tmp_path, "is the store of rank 0 of 3", size=2)
     (tmp_path / "rank-1").unlink()
     refused(tmp_path, "rank 1: holds no store, and other ranks do", size=3)
 
 
-def test_ranks_that_were_killed_between_their_first_commits_begin_anew(tmp_path):
+def test_ranks_killed_between_their_first_commits_start_a_new_run(tmp_path):
     assert Life(tmp_path, 0).began == [0, 0]
     # The file of a new store has the suffix .new until the store's first commit.
     (tmp_path / "rank-1").rename(tmp_path / "rank-1.new")
@@ -364,15 +364,15 @@ def forked(tmp_path, steps):
     return one
 
 
-def test_two_continuations_of_a_run_do_not_go_on_together(tmp_path):
+def test_stores_of_two_diverged_continuations_are_rejected(tmp_path):
     refused(forked(tmp_path, 2), "no commit is on all ranks, because the run was continued more than once")
 
 
-def test_ranks_of_two_continuations_go_on_where_they_parted_while_all_have_that(tmp_path):
+def test_diverged_continuations_resume_at_a_commit_that_all_stores_hold(tmp_path):
     assert Life(forked(tmp_path, 1), 5).began == [3, 3]
 
 
-def test_going_back_forks_a_run(tmp_path):
+def test_existing_previous_forks_the_run_at_the_older_commit(tmp_path):
     Life(tmp_path, 3)
     shutil.copy(tmp_path / "rank-1", tmp_path / "kept")
     # `close` did not write a second root for step 3. The other root of each store still names step 2, which "previous"
@@ -382,7 +382,7 @@ def test_going_back_forks_a_run(tmp_path):
     assert Life(tmp_path, 4).began == [2, 2]
 
 
-def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commit_before(tmp_path):
+def test_damaged_root_fails_all_ranks_and_previous_opens_an_older_commit(tmp_path):
     Life(tmp_path, 3)
     content = bytearray((tmp_path / "rank-1").read_bytes())
     # Damages the newest root. The root's page has two copies of the root, in the first and in the last sector. The
@@ -394,7 +394,7 @@ def test_a_damaged_root_of_one_rank_is_named_on_all_and_previous_opens_the_commi
     assert Life(tmp_path, 4, existing="previous").began == [2, 2]
 
 
-def test_a_store_that_another_run_changed_since_it_was_chosen_is_refused(tmp_path):
+def test_open_rejects_a_store_that_changed_after_choose(tmp_path):
     Life(tmp_path, 1, size=1)
     path = tmp_path / "rank-0"
     opening = choose(path, Talk(1).of(0), "resume", Layout(0, 1, 1))
@@ -404,7 +404,7 @@ def test_a_store_that_another_run_changed_since_it_was_chosen_is_refused(tmp_pat
         opening.open(lambda existing: Store.create(path, [record], existing=existing))
 
 
-def test_after_a_root_that_failed_no_rank_commits_any_more():
+def test_failed_root_ends_the_store_and_keeps_the_commit_number():
     ended, exchange = [], Talk(1).of(0)
     store = SimpleNamespace(share=lambda _: None, end=lambda: ended.append(True))
     agreement = Agreement(exchange, store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 1))
@@ -425,7 +425,7 @@ def test_after_a_root_that_failed_no_rank_commits_any_more():
     ("storage", "place"),
     [("run", "run/rank-{}-of-2"), ("run-{rank}", "run-{}"), ("{rank}/a{local_rank}/{rank}", "{}/a7/{}")],
 )
-def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, storage, place):
+def test_places_of_others_finds_the_stores_of_other_ranks(tmp_path, monkeypatch, storage, place):
     monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "7")
@@ -443,7 +443,7 @@ def test_places_of_other_ranks_are_found_by_their_paths(tmp_path, monkeypatch, s
     assert places_of_others(Options(), layout) == {}
 
 
-def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
+def test_swapped_rank_numbers_are_rejected_instead_of_a_new_run(tmp_path):
     """Each rank sees only the folder of its own host.
 
     After the first run, the two hosts exchange their rank numbers.
@@ -464,7 +464,7 @@ def test_ranks_that_are_numbered_otherwise_do_not_begin_anew(tmp_path):
     assert Life(tmp_path, 2, paths=paths, others=others).began == [0, 0]
 
 
-def test_ranks_whose_files_are_empty_do_not_begin_anew(tmp_path):
+def test_stores_with_lost_contents_are_rejected_unless_replaced(tmp_path):
     for rank in range(2):
         (tmp_path / f"rank-{rank}").write_bytes(bytes(rank * 8192))
     for existing in ("resume", "previous"):
@@ -472,7 +472,7 @@ def test_ranks_whose_files_are_empty_do_not_begin_anew(tmp_path):
     assert Life(tmp_path, 2, existing="replace").began == [0, 0]
 
 
-def test_earlier_stores_are_those_of_their_ranks(tmp_path):
+def test_find_earlier_rejects_lost_missing_or_swapped_rank_stores(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     [path.parent.mkdir() for path in paths]
     Life(tmp_path, 3, paths=dict(enumerate(paths)))

@@ -252,7 +252,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
-def test_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path, count):
+def test_checkpoint_of_ranks_equals_the_checkpoint_of_one_process(tmp_path, count):
     source, cases = tmp_path / "source", CASES[count]
     # One process writes the checkpoint from which some cases start.
     train_and_save(tmp_path, "source", (cases[0][0], cases[0][1], "values", 1, None), None, count)
@@ -264,7 +264,7 @@ def test_ranks_write_what_one_process_writes_wherever_they_begin(tmp_path, count
         assert not same_checkpoints(tmp_path / f"hidden/{number}", alone)
 
 
-def test_what_ranks_save_keep_and_plan_where_something_fails_too(tmp_path):
+def test_ranks_keep_checkpoints_and_user_states_and_match_their_plan(tmp_path):
     (one, all_of_them), (other, told) = on_ranks(2, every, tmp_path)
     assert told == all_of_them
     # The second report has the bytes that both ranks had moved when the second `step()` began.
@@ -337,7 +337,7 @@ def write_and_read(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_weights_that_torchs_distributed_checkpoints_wrote(tmp_path):
+def test_offload_reads_joined_torch_checkpoints_and_rejects_other_formats(tmp_path):
     wanted = tensors(uneven())
     for values in on_ranks(2, write_and_read, tmp_path):
         assert len(values) == len(wanted) - 1
@@ -390,7 +390,7 @@ def zeros():
 
 @pytest.mark.slow
 @ranks(2)
-def test_torchs_distributed_checkpoints_hold_and_read_the_values(folder):
+def test_torch_checkpoints_load_model_values_but_not_optimizer_state(folder):
     """Torch saves and loads an offloaded model, and loads the checkpoint that `optimizer.save()` has written."""
     trained = shard(uneven())
     trained, optimizer = memascend.offload(trained, optimizer_of(trained, "sgd"), storage=f"{folder}/run")

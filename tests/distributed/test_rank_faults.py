@@ -75,7 +75,7 @@ POINTS = [("after staged", {}, 2), *((*one, 3) for one in zip(COMMON, itertools.
     [POINTS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in POINTS[1:])],
     ids=str,
 )
-def test_a_rank_that_is_killed_takes_the_step_from_all_or_from_none(tmp_path, point, given, world):
+def test_all_ranks_resume_at_the_same_step_after_a_rank_is_killed(tmp_path, point, given, world):
     """After a restart all ranks resume at the same step, with the bits of a run without a fault."""
     run = functools.partial(lives, tmp_path, world, given=given)
     reference = whole(run(name="reference", steps=7), 7)
@@ -101,14 +101,14 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
 
 @pytest.mark.parametrize("point", ["before groups", "in groups"])
 @pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
-def test_a_rank_that_is_gone_before_all_can_talk_is_named(tmp_path, fault, point):
+def test_rank_lost_before_or_in_group_creation_is_named(tmp_path, fault, point):
     # gloo waits until its timeout. Then the remaining ranks look for one another in torch's store.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
     survived(ranks, seconds=30.0)
     assert all("rank 1 is gone" in ranks[rank]["error"] for rank in (0, 2))
 
 
-def test_a_run_that_was_closed_goes_on(tmp_path):
+def test_closed_run_without_durability_resumes_exactly(tmp_path):
     run = functools.partial(lives, tmp_path, 2, given={"durability": "none", "host_memory": "1GiB"})
     reference = whole(run(name="reference", steps=3), 3)
     whole(run(steps=1), 1)
@@ -121,7 +121,7 @@ def store_of(tmp_path, rank):
     return tmp_path / f"run/rank-{rank}-of-2/memascend.store"
 
 
-def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
+def test_full_disk_and_damaged_store_raise_errors_on_all_ranks(tmp_path):
     """If the disk of one rank is full, or the store of one rank is damaged, all ranks must raise errors.
 
     A failed start of a new run must leave no store, and a failed save must keep the earlier checkpoint. The run must
@@ -151,7 +151,7 @@ def test_a_full_disk_and_flipped_bits_end_on_all_ranks(tmp_path):
     same(again, reference)
 
 
-def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
+def test_previous_opens_the_commit_before_a_damaged_gradient_log(tmp_path):
     """Kills both ranks, and then flips a bit of the last gradients in rank 1's gradient log."""
     run = functools.partial(lives, tmp_path, 2, given={"host_memory": "1GiB", "log_steps": 16, "gradients": "ssd"})
     reference = whole(run(name="reference", steps=4), 4)
@@ -174,7 +174,7 @@ def test_a_damaged_log_of_one_rank_leaves_the_commit_before_to_all(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["saved", "hidden/saved"])
 @pytest.mark.parametrize("fault", [KILL, STOP])
-def test_a_rank_that_is_gone_in_the_midst_of_a_save(tmp_path, place, fault):
+def test_rank_lost_during_save_leaves_the_earlier_checkpoint_complete(tmp_path, place, fault):
     """If a rank fails in a save, the earlier checkpoint stays complete. The run then resumes from its last commit."""
     run = functools.partial(lives, tmp_path, 3, save=place, timeout=6.0)
     reference = whole(lives(tmp_path, 3, "reference", steps=4), 4)
@@ -206,7 +206,7 @@ def require_the_failure(do):
 
 
 @ranks(2)
-def test_a_rank_that_fails_ends_its_step_on_both_by_its_name(folder):
+def test_failure_of_one_rank_is_named_on_both_ranks_and_the_step_repeats(folder):
     """Rank 1 fails in step(), in a gather, and in a backward.
 
     After each failure, both ranks repeat the step or resume the run.
@@ -254,7 +254,7 @@ def stores(folder):
     return sorted(str(path.parent.relative_to(folder / "run")) for path in folder.rglob("*.store"))
 
 
-def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_another(tmp_path):
+def test_replicas_equal_one_process_and_refill_a_lost_store(tmp_path):
     first = meshed(tmp_path, 2, 1, micro=4)
     require_same(first, 0, 2)
     assert len({rank["norm"] for rank in first}) == 1
@@ -265,7 +265,7 @@ def test_replicas_have_the_bits_of_one_process_and_a_lost_store_is_filled_from_a
     assert "the new store of rank 0 was filled from the store of rank 1" in filled(second)[0]
 
 
-def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeypatch):
+def test_refill_rejects_a_store_that_differs_from_its_source(monkeypatch):
     """Rank 0 fills the store of rank 1. Rank 2 sends and receives no records, but must also raise the error."""
     monkeypatch.setattr(replicas, "Collectives", lambda *_: SimpleNamespace(close=lambda: None))
     exchange = SimpleNamespace(
@@ -291,14 +291,14 @@ def test_what_was_filled_and_is_not_what_was_sent_is_no_store_of_the_run(monkeyp
         ((2, 3), {}, 1, torch.float32, "odd"),
     ],
 )
-def test_any_shape_and_mode_has_them(tmp_path, shape, given, rounds, dtype, kind):
+def test_each_mesh_and_gradients_mode_has_the_bits_of_one_process(tmp_path, shape, given, rounds, dtype, kind):
     trained = {"micro": rounds * shape[0] * shape[1], "dtype": dtype, "kind": kind}
     ranks = meshed(tmp_path, *shape, given=given, steps=3, slice=True, **trained)
     require_same(ranks, 0, 3, max_grad_norm=given.get("max_grad_norm"), **trained)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
+def test_run_resumes_with_other_numbers_of_replicas_and_shards(tmp_path):
     """Each mesh runs four micro-batches in a step.
 
     If only the number of replicas grows, only the ranks without a store fill new stores from another replica.
@@ -318,7 +318,7 @@ def test_a_run_goes_on_with_other_numbers_of_replicas_and_shards(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_longer_than_ranks_wait(tmp_path):
+def test_unverified_refill_is_repeated_and_may_exceed_the_timeout(tmp_path):
     """If a rank is killed before it has verified its refilled store, a restart fills the store again.
 
     The store's commit has number 0 until the rank has verified the store.
@@ -336,7 +336,7 @@ def test_a_store_is_of_the_run_once_all_of_it_was_verified_and_a_fill_takes_long
 
 
 @pytest.mark.slow
-def test_hosts_of_the_last_replicas_go_on_alone_with_the_stores_that_they_have(tmp_path):
+def test_remaining_replicas_resume_with_their_own_stores(tmp_path):
     """A single process is rejected: it cannot continue with the stores of several ranks."""
     meshed(tmp_path, 3, 1)
     (tmp_path / "run/memascend.store").unlink()
@@ -358,7 +358,7 @@ def test_ranks_that_computed_other_values_are_named_and_nothing_is_committed(tmp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_that_of_one_process_and_is_loaded_by_replicas(tmp_path):
+def test_replicas_load_a_checkpoint_with_the_bits_of_one_process(tmp_path):
     meshed(tmp_path, 2, 2, save="saved")
     given = {"gradients": "ssd", "checkpoint": f"{tmp_path}/run/saved"}
     loaded = meshed(tmp_path, 2, 2, name="other", steps=3, given=given, save="again")
@@ -472,12 +472,12 @@ def drill(folder, seed, kinds):
 
 
 @pytest.mark.slow
-def test_one_fault_of_each_kind(tmp_path):
+def test_replicas_recover_from_one_fault_of_each_kind(tmp_path):
     drill(tmp_path, 1, KINDS)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_forty_random_faults(tmp_path):
+def test_replicas_recover_from_forty_random_faults(tmp_path):
     seed = int(os.environ.get("MEMASCEND_SEED", time.time()))
     drill(tmp_path, seed, random.Random(seed).choices(KINDS, k=40))

@@ -157,7 +157,7 @@ def require_finite_norms(folder, **options):
 
 
 @ranks(2)
-def test_what_does_not_work_is_refused_on_all_ranks(folder):
+def test_all_ranks_reject_unsupported_models_writes_and_nonfinite_norms(folder):
     require_refusals(folder)
     require_reads_and_no_writes(folder)
     require_finite_norms(f"{folder}/clips", max_grad_norm=1.0)
@@ -252,7 +252,7 @@ ROWS = {
 
 
 @ranks(2)
-def test_an_alias_on_one_rank_is_refused_on_all(folder):
+def test_alias_of_a_weight_on_one_rank_is_rejected_on_all_ranks(folder):
     """Both ranks must reject each alias.
 
     Once all aliases are deleted, a sharded model and a model that is not sharded train with the same loss.
@@ -291,7 +291,7 @@ def flat_views(trained):
 
 
 @ranks(2)
-def test_gradients_of_rows_that_are_views_of_one_buffer_are_that_buffer(folder):
+def test_gradients_that_are_views_of_one_buffer_train_as_in_memory(folder):
     """The loop reads its gradients from one buffer.
 
     In each mode, the loop must read the same gradients as in memory, and end with the same weights.
@@ -330,7 +330,7 @@ def begin():
         return setup.begin(model, torch.optim.SGD(model.parameters()), Options(), undo)
 
 
-def test_a_torch_without_the_private_names_is_named_on_ranks_alone(monkeypatch):
+def test_torch_without_fsdp2_internals_fails_only_for_sharded_models(monkeypatch):
     for name in ("memascend.distributed.fsdp", "memascend.distributed.sharding"):
         monkeypatch.setitem(sys.modules, name, None)
     assert begin()[0] is None
@@ -427,7 +427,7 @@ def require_the_doors(trained, optimizer):
 
 
 @ranks(2)
-def test_a_write_through_no_door_is_refused_and_one_ranks_failure_undoes_an_edit(folder):
+def test_weight_write_outside_edit_is_rejected_and_failed_edit_is_undone(folder):
     trained = sharded(torch.float32)
     trained, optimizer = memascend.offload(trained, adamw(trained.parameters()), storage=f"{folder}/s", timeout=60.0)
     with optimizer:
@@ -538,7 +538,7 @@ def test_weights_are_read_and_written_between_steps_as_in_memory(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, 4])
-def test_they_are_in_every_mode(tmp_path, count):
+def test_weight_reads_and_writes_between_steps_equal_memory_in_every_mode(tmp_path, count):
     """With four ranks, one rank has no rows of some weights.
 
     `reduction="native"` makes the offloaded runs add gradients as FSDP2 in memory does.

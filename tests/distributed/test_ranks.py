@@ -173,7 +173,7 @@ def require_refusals(folder):
 
 
 @pytest.mark.parametrize("then", [1, 2])
-def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_path, then):
+def test_scheduled_run_resumes_with_the_same_or_another_number_of_ranks(tmp_path, then):
     (tmp_path / "whole").mkdir()
     wanted, values = train_scheduled(tmp_path / "whole", SCHEDULED)
     rates = on_ranks(2, train_scheduled, tmp_path, 3)[0][0]
@@ -185,7 +185,7 @@ def test_a_scheduled_run_goes_on_with_the_same_or_another_number_of_ranks(tmp_pa
 
 
 @ranks(2)
-def test_close_waits_for_no_other_rank_to_commit_a_changed_rate(folder):
+def test_close_drops_a_learning_rate_changed_on_one_rank_only(folder):
     """Only rank 0 changes a learning rate after the last step.
 
     A commit needs all ranks, so `close()` drops the changed rate instead of waiting for rank 1.
@@ -271,12 +271,12 @@ def doubles_of_three(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "do"), [(2, by_policies), (3, doubles_of_three)])
-def test_ranks_have_the_bits_of_fsdp2_in_memory_and_float64_those_of_one_process(tmp_path, count, do):
+def test_ranks_equal_fsdp2_in_memory_and_float64_equals_one_process(tmp_path, count, do):
     on_ranks(count, do, tmp_path)
 
 
 @ranks(2)
-def test_experts_that_one_rank_alone_reaches_are_refused_by_name(folder):
+def test_step_names_the_experts_that_only_one_rank_reached(folder):
     """Each rank's forward uses a different expert. `step()` must raise an error, and the run must then continue.
 
     In the first round, each expert is a unit. In the second round, the experts are not units of their own.
@@ -399,7 +399,7 @@ def go_on(tmp_path, counts, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "several"}], ids=str)
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
+def test_run_of_one_rank_resumes_with_two(tmp_path, options):
     go_on(tmp_path, [(1, True), (2, False)], options)
 
 
@@ -421,12 +421,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, options):
     ],
     ids=str,
 )
-def test_runs_go_on_with_four_two_three_and_one(tmp_path, options):
+def test_run_resumes_with_four_two_three_and_one_ranks(tmp_path, options):
     """With `log_steps`, no run calls `close()`, so the next run replays the gradient log."""
     go_on(tmp_path, [(1, True), (4, False), (2, False), (3, False), (1, True), (2, False), (1, False)], options)
 
 
-def test_a_store_of_another_replica_that_a_rank_uses_is_not_left_over(tmp_path):
+def test_left_over_excludes_stores_of_replicas_in_use(tmp_path):
     file = tmp_path / "replica-1/memascend.store"
     file.parent.mkdir()
     file.touch()
@@ -434,7 +434,7 @@ def test_a_store_of_another_replica_that_a_rank_uses_is_not_left_over(tmp_path):
     assert left_over(str(tmp_path), Layout(0, 1, 1), {f"{file.parent}/"}) == []
 
 
-def test_a_store_that_is_removed_is_so_after_a_loss_of_power(tmp_path, monkeypatch):
+def test_remove_store_flushes_the_folder_after_the_removal(tmp_path, monkeypatch):
     file, flushed = tmp_path / "memascend.store", []
     file.touch()
     monkeypatch.setattr(os, "fsync", lambda of: flushed.append((os.readlink(f"/proc/self/fd/{of}"), file.exists())))
@@ -501,7 +501,7 @@ def _die():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_path):
+def test_find_earlier_excludes_unfilled_stores_and_includes_damaged_stores(tmp_path):
     paths = [tmp_path / f"rank-{rank}-of-2" / "memascend.store" for rank in range(2)]
     records = [Record(name="w", values=torch.zeros(3), state={})]
     for path in paths:
@@ -516,7 +516,7 @@ def test_stores_that_were_never_filled_are_ignored_and_damaged_ones_are_not(tmp_
     assert find_earlier(str(tmp_path), "resume", Alone(), Layout(0, 1, 1)).files == paths
 
 
-def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
+def test_failed_change_of_the_rank_count_keeps_the_earlier_stores(tmp_path):
     ((_, _, whole, _),) = on_ranks(1, train, tmp_path, "whole", 2, True, {})
     on_ranks(3, train, tmp_path, "run", 1, False, {"timeout": 20.0})
     for error, left in on_ranks(2, gone, tmp_path, "read", 2, {"timeout": 20.0}):
@@ -543,7 +543,7 @@ def test_what_goes_wrong_leaves_the_earlier_stores(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_it_goes_on_from_every_point_of_that(tmp_path, counts, point, last):
+def test_run_resumes_after_ranks_are_killed_while_their_count_changes(tmp_path, counts, point, last):
     """The first of `counts` is the number of ranks that begin the run.
 
     Each later item of `counts` is a number of ranks that resume the run and fail at `point`. In the end, `last` ranks

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_that_lost_a_rank_is_restarted_and_ends_as_that_of_one_rank(tmp_path, count):
+def test_torchrun_restarts_a_killed_rank_with_same_bits_as_one_process(tmp_path, count):
     """Kills one rank: torchrun must restart the run, which must end with the same bits as one process.
 
     With four ranks, the run has two replicas. Torch's process group needs a fresh TCP store in each attempt, so the
@@ -132,7 +132,7 @@ def trained(store, backend=None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "count"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)])
-def test_ranks_are_one_process(tmp_path, backend, count):
+def test_ranks_on_gpus_report_same_losses_and_norms_as_one_process(tmp_path, backend, count):
     """All ranks train on the same examples, so the mean of their gradients is the gradient of one process."""
     torch.use_deterministic_algorithms(True)
     want = trained(tmp_path / "one")

@@ -130,7 +130,7 @@ MAKES = {
     ("kind", "gradients", "count"),
     [("checkpointed", "ssd", 2), ("experts", "fused", 5), ("reentrant", "auto", 3), ("summed", "fused", 3)],
 )
-def test_bits_are_those_of_one_after_the_other(tmp_path, kind, gradients, count):
+def test_by_layer_has_same_bits_as_sequential_micro_batches(tmp_path, kind, gradients, count):
     require_same_by_layer(tmp_path, MAKES[kind], count, gradients=gradients)
 
 
@@ -154,7 +154,7 @@ def require_no_more(several, one):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("dropout", torch.float32), ("checkpointed", torch.bfloat16)])
-def test_a_step_reads_and_writes_as_much_as_with_one_micro_batch(tmp_path, kind, dtype):
+def test_by_layer_moves_no_more_bytes_for_four_micro_batches_than_one(tmp_path, kind, dtype):
     # The default budget of a model of four blocks has no room for the whole model. The budget's queue has room for the
     # gradients of one block.
     one, four = (
@@ -185,7 +185,7 @@ class Words(nn.Module):
         return self.head(self.blocks(self.words(tokens)))
 
 
-def test_gradients_of_an_embedding_are_a_stage_of_their_own(tmp_path):
+def test_by_layer_moves_no_extra_bytes_for_an_embedding_gradient(tmp_path):
     budget = smallest(offloaded, tmp_path / "none.store", Words(), gradients="fused")
     one, six = (
         moved_bytes(tmp_path, Words, [torch.randint(4096, (2, 8)) for _ in range(count)], host_memory=budget)
@@ -283,7 +283,7 @@ def require_same_interrupted(tmp_path, kind, interrupt, attempts, **options):
         pytest.param("experts", "fused", marks=pytest.mark.slow),
     ],
 )
-def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gradients):
+def test_error_in_one_micro_batch_ends_all_and_the_run_continues_exactly(tmp_path, kind, gradients):
     """Attempt N raises an error at place N. A place is the forward or the backward of one block in one micro-batch."""
     # At least four blocks run, each with a forward and a backward. A reentrant checkpoint also recomputes each block to
     # its end, and so calls the hook again. Any other checkpoint stops the recomputation before the block's end.
@@ -307,7 +307,7 @@ def test_what_one_raises_ends_all_and_the_run_goes_on_exactly(tmp_path, kind, gr
 
 
 @pytest.mark.parametrize("attempts", [8, pytest.param(150, marks=pytest.mark.slow)])
-def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempts):
+def test_ctrl_c_at_random_ends_all_micro_batches_and_run_continues_exactly(tmp_path, attempts):
     generator = random.Random(attempts)
 
     def interrupt(model, optimizer, batches, _):
@@ -330,7 +330,7 @@ def test_ctrl_c_at_random_ends_all_and_the_run_goes_on_exactly(tmp_path, attempt
     assert require_same_interrupted(tmp_path, "dropout", interrupt, attempts, gradients="fused") == attempts
 
 
-def test_ctrl_c_as_gradients_are_disabled_leaves_them_as_the_caller_had_them(by_layer, monkeypatch):
+def test_ctrl_c_while_grad_mode_is_disabled_restores_the_callers_grad_mode(by_layer, monkeypatch):
     model, optimizer = by_layer
 
     def interrupted():
@@ -368,7 +368,7 @@ class Draws(Stack):
 @pytest.mark.parametrize(
     ("make", "words"), [(Keeps, "aux_loss"), (Normed, "'norm' changes"), (Draws, "random numbers")]
 )
-def test_what_a_module_keeps_or_draws_is_seen_and_named(tmp_path, caplog, make, words):
+def test_log_names_the_module_state_or_random_draw_that_prevents_by_layer(tmp_path, caplog, make, words):
     with caplog.at_level(logging.INFO, "memascend"), begun(tmp_path, make, steps=2)[1]:
         pass
     assert words in caplog.text
@@ -383,7 +383,7 @@ def test_random_numbers_that_a_later_call_begins_to_draw_are_refused(by_layer):
         )
 
 
-def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(by_layer):
+def test_post_accumulate_hook_runs_per_micro_batch_in_the_callers_thread(by_layer):
     model, optimizer = by_layer
     seen = []
     name = "blocks.0.up.weight"
@@ -392,7 +392,7 @@ def test_hooks_of_the_users_on_accumulated_gradients_see_whole_backwards(by_laye
     assert seen == [threading.get_ident()] * COUNT
 
 
-def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
+def test_by_layer_calls_gradient_hooks_in_micro_batch_order(tmp_path):
     """Each hook multiplies gradients by the number of its calls, so the order of micro-batches shows in the bits."""
 
     def make():
@@ -405,7 +405,7 @@ def test_hooks_of_the_users_on_gradients_see_micro_batches_in_order(tmp_path):
     require_same_by_layer(tmp_path, make, COUNT, gradients="fused")
 
 
-def test_tuples_come_back_detached_and_one_batch_is_plain(by_layer):
+def test_by_layer_returns_detached_tuples_and_rejects_a_non_tensor_loss(by_layer):
     model, optimizer = by_layer
 
     def loss_of(batch):
@@ -423,7 +423,7 @@ def test_tuples_come_back_detached_and_one_batch_is_plain(by_layer):
 
 
 @pytest.mark.filterwarnings("ignore:autocast keeps 16-bit copies:UserWarning")
-def test_modes_of_the_caller_are_those_of_all_threads_which_end_with_the_call(by_layer):
+def test_micro_batch_threads_use_the_callers_modes_and_end_with_the_call(by_layer):
     model, optimizer = by_layer
     seen, threads = [], []
 
@@ -441,7 +441,7 @@ def test_modes_of_the_caller_are_those_of_all_threads_which_end_with_the_call(by
         assert not one.is_alive()
 
 
-def test_a_thread_that_the_system_does_not_have_fails_the_call(by_layer, monkeypatch):
+def test_failed_thread_start_fails_accumulate_and_the_run_continues(by_layer, monkeypatch):
     model, optimizer = by_layer
     start, started = threading.Thread.start, []
 
@@ -488,7 +488,7 @@ class Measured:
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
 @pytest.mark.parametrize("budget", ["smallest", None])
-def test_parts_that_wait_are_within_the_limit_and_change_no_bit(tmp_path, monkeypatch, gradients, budget):
+def test_waiting_partial_sums_stay_within_the_limit_and_change_no_bit(tmp_path, monkeypatch, gradients, budget):
     make, options = MAKES["experts"], {"gradients": gradients}
     options["host_memory"] = budget and smallest(offloaded, tmp_path / "none.store", make(), **options)
     found = Measured(monkeypatch)

@@ -122,7 +122,7 @@ KINDS = {
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.usefixtures("way")
-def test_bits_are_those_of_updates_at_once(tmp_path, options):
+def test_deferred_updates_have_same_bits_as_immediate_updates(tmp_path, options):
     report = both(tmp_path, **options)
     assert report.deferred == STEPS
     assert report.to_dict()["deferred"]["steps"] == STEPS
@@ -154,7 +154,7 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("way")
-def test_blocks_of_every_kind(tmp_path, reentrant):
+def test_deferred_updates_of_tied_checkpointed_and_frozen_blocks_are_exact(tmp_path, reentrant):
     def thaws(model, _, index):
         model.blocks[1].requires_grad_(index < 2 or index > 3)
 
@@ -224,12 +224,12 @@ HABITS = {
 
 @pytest.mark.parametrize("options", HABITS.values(), ids=HABITS)
 @pytest.mark.usefixtures("way")
-def test_what_a_loop_does_between_steps(tmp_path, options):
+def test_deferred_updates_are_exact_with_reads_and_changes_between_steps(tmp_path, options):
     both(tmp_path, **options)
 
 
 @pytest.mark.usefixtures("way")
-def test_a_checkpoint_has_what_was_left(tmp_path):
+def test_checkpoint_contains_deferred_updates(tmp_path):
     def saves(_, optimizer, index):
         if index == 3:
             optimizer.save(tmp_path / f"saved-{len(list(tmp_path.glob('saved-*')))}")
@@ -239,7 +239,7 @@ def test_a_checkpoint_has_what_was_left(tmp_path):
 
 
 @pytest.mark.usefixtures("way")
-def test_torchs_own_clipping(tmp_path):
+def test_deferred_updates_are_exact_with_torch_clip_grad_norm(tmp_path):
     options = {"between": lambda model, *_: clip_grad_norm_(model.parameters(), LIMIT), "max_grad_norm": None}
     at_once, left = run(tmp_path / "ram", "ram", **options), run(tmp_path / "ssd", **options)
     assert left[2].deferred == STEPS
@@ -253,7 +253,7 @@ def test_torchs_own_clipping(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.usefixtures("one_thread")
-def test_a_flipped_bit_of_a_gradient_is_named(tmp_path):
+def test_resume_names_a_damaged_deferred_gradient_and_previous_opens(tmp_path):
     def killed(begun):
         model, optimizer = offloaded(tmp_path / "s")
         begun()
@@ -273,7 +273,7 @@ def test_a_flipped_bit_of_a_gradient_is_named(tmp_path):
     require_same((before[0], []), (run(tmp_path / "ram", "ram", steps=2)[0], []))
 
 
-def test_a_store_that_was_closed_has_no_log(tmp_path):
+def test_closed_store_has_no_log_steps_and_verifies(tmp_path):
     for steps, durability in ((3, "step"), (4, "step"), (5, "none")):
         run(tmp_path / "s", steps=steps, durability=durability)
         assert main(["store", "verify", str(tmp_path / "s")]) == 0
@@ -293,7 +293,7 @@ class Clock:
         monkeypatch.setattr("memascend.params.settling.time.perf_counter", lambda: self.now)
 
 
-def test_the_faster_way_stays_until_steps_change(monkeypatch):
+def test_settling_keeps_the_faster_way_until_step_times_change(monkeypatch):
     clock, settling, ways = Clock(monkeypatch), Settling(), []
 
     def steps(count, **seconds):
@@ -313,7 +313,7 @@ def test_the_faster_way_stays_until_steps_change(monkeypatch):
     assert settling.settles(0)
 
 
-def test_what_saves_little_does_not_read_more(monkeypatch):
+def test_settling_stays_with_forward_when_backward_saves_little(monkeypatch):
     clock, settling = Clock(monkeypatch), Settling()
     for seconds in cycle([1.0, 0.99]):
         clock.now += seconds
@@ -363,7 +363,7 @@ def test_a_step_that_clips_nothing_reads_no_gradient(tmp_path):
     assert report.read["gradients"] == report.written["gradients"] // 6, "only the first step reads its gradients"
 
 
-def test_gradients_of_a_step_that_overflowed_are_still_there(tmp_path):
+def test_overflowed_step_keeps_its_gradients(tmp_path):
     model, optimizer = offloaded(tmp_path / "s", "auto", max_grad_norm=1.0, loss_scale=64.0)
     with optimizer:
         for index in range(3):
@@ -427,13 +427,13 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("scales", "between", "options", "early", "anew"), RUNS.values(), ids=RUNS)
-def test_bits_are_those_of_steps_that_wait(tmp_path, scales, between, options, early, anew):
+def test_early_updates_have_same_bits_as_updates_after_the_norm(tmp_path, scales, between, options, early, anew):
     report = both_early(tmp_path, scales, between, **options)
     assert (report.early, report.anew) == (early, anew)
     assert report.to_dict().get("early") == ({"steps": early, "anew": anew} if early else None)
 
 
-def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
+def test_step_rejects_unsupported_options_after_early_updates(tmp_path):
     """step() rejects an option that no update supports, even if updates have begun early.
 
     If the caller corrects an option before step(), step() accepts it.
@@ -453,7 +453,7 @@ def test_options_that_no_update_takes_are_refused_by_the_step(tmp_path):
             optimizer.step()
 
 
-def test_the_log_says_what_was_made_anew(tmp_path, caplog):
+def test_log_and_report_count_discarded_early_updates(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend"):
         report = scaled(tmp_path / "s", "auto", MIXED)[2]
     said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]

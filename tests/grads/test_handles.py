@@ -112,14 +112,14 @@ def gradient(shape=(3, 5), dtype=torch.float32, seed=0):
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
-def test_a_gradient_that_is_expanded_is_laid_out():
+def test_handle_adds_an_expanded_gradient_in_the_parameters_layout():
     parameter = torch.nn.Parameter(torch.zeros(4, 6))
     parameter.grad = handle = handle_of(torch.ones(4, 6))
     parameter.sum().backward()
     assert_same(handle, torch.full((4, 6), 2.0))
 
 
-def test_a_sum_that_was_computed_elsewhere_has_its_arithmetic():
+def test_replace_by_sum_discards_the_recorded_arithmetic():
     handle = handle_of(torch.ones(3))
     handle.mul_(2)
     handle.gradient.replace_by_sum(torch.full((3,), 5.0))
@@ -133,7 +133,7 @@ class Lazy(KeptInMemory):
         self.waiting = gradient
 
 
-def test_what_the_caller_does_to_its_tensor_later_does_not_matter():
+def test_handle_copies_operands_that_the_caller_changes_later():
     handle = handle_over(Lazy(torch.zeros(3)))
     mine = torch.ones(3)
     for give in (handle.add_, handle.copy_):
@@ -147,7 +147,7 @@ def test_what_the_caller_does_to_its_tensor_later_does_not_matter():
     assert_same(handle, torch.full((3,), 0.5))
 
 
-def test_a_gradient_that_nobody_else_has_is_not_copied():
+def test_backward_gradient_without_other_references_is_not_copied():
     addresses = []
 
     class Watched(torch.autograd.Function):
@@ -167,7 +167,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied():
     assert handle.backing.waiting.data_ptr() == addresses[0]
 
 
-def test_create_graph_gives_a_real_gradient():
+def test_create_graph_leaves_a_plain_tensor_as_gradient_and_warns():
     parameter = torch.nn.Parameter(gradient())
     parameter.grad = handle_of(gradient(seed=1))
     torch.set_warn_always(True)  # else torch warns only once per process
@@ -198,7 +198,7 @@ READS = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("call", READS.values(), ids=READS)
-def test_reads_get_a_copy_with_the_arithmetic_done(call, inference):
+def test_read_of_a_handle_returns_a_tensor_with_the_arithmetic_applied(call, inference):
     plain = gradient()
     handle = handle_of(plain)
     for value in (plain, handle):
@@ -212,7 +212,7 @@ def test_reads_get_a_copy_with_the_arithmetic_done(call, inference):
     assert_same(handle, plain)
 
 
-def test_a_copy_made_under_inference_mode_can_be_kept():
+def test_tensor_spilled_under_inference_mode_stays_writable():
     handle = handle_of(torch.ones(3))
     with torch.inference_mode():
         handle.add_(torch.tensor([1.0, 2.0, 3.0]), alpha=2)
@@ -221,7 +221,7 @@ def test_a_copy_made_under_inference_mode_can_be_kept():
     assert handle.backing.tensor.tolist() == [6.0, 10.0, 14.0]
 
 
-def test_numbers_are_shown_and_those_of_scalars_are_numbers():
+def test_handle_of_a_scalar_converts_to_numbers_and_text():
     handle = handle_of(torch.tensor(2.5))
     assert float(handle) == handle.item() == 2.5
     assert "2.5" in repr(handle)
@@ -229,7 +229,7 @@ def test_numbers_are_shown_and_those_of_scalars_are_numbers():
     assert bool(handle)
 
 
-def test_metadata_costs_nothing():
+def test_handle_metadata_equals_the_tensors_without_a_read():
     plain = gradient((4, 3), torch.bfloat16).t()
     handle = handle_of(plain)
     for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "nbytes", "ndim", "grad_fn"):
@@ -292,7 +292,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_what_needs_the_memory_is_refused(call):
+def test_handle_rejects_calls_that_need_the_gradients_memory(call):
     handle = handle_of(gradient())
     with pytest.raises(UsageError, match=r"layer.weight.*clone\(\).*gradients='ram'"):
         call(handle)
@@ -387,7 +387,7 @@ def test_scalar_arithmetic_is_recorded_and_replayed(call, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shaped", ["many", "one", "none"])
-def test_factors_are_what_torch_multiplies_by(dtype, shaped):
+def test_factors_give_same_bits_as_torch_multiplication(dtype, shaped):
     numbers = everything(dtype)
     dice = torch.Generator().manual_seed(7)
     scalars = [1 / 3, 1e-30, 65536.0, 2.0**-24, 1e30, -0.0, 3, 2**53 + 1, True, 1 + 2**-24, 1 + 2**-25 + 2**-40]
@@ -419,7 +419,7 @@ def test_factors_are_what_torch_multiplies_by(dtype, shaped):
     assert with_factors > 50
 
 
-def test_a_list_multiplied_by_a_number_has_another_factor_than_a_tensor():
+def test_foreach_mul_rounds_its_factor_to_the_dtype_and_mul_does_not():
     handle = handle_of(gradient(dtype=torch.bfloat16))
     handle.mul_(0.3)
     torch._foreach_mul_([handle], 0.3)
@@ -450,7 +450,7 @@ def test_factors_are_for_multiplications_only():
     assert handle_of(gradient(dtype=torch.float64)).mul_(0.5).gradient.factors() is None
 
 
-def test_the_record_does_not_grow_for_ever():
+def test_recorded_operations_never_exceed_operations_max():
     plain = gradient()
     handle = handle_of(plain)
     for _ in range(3 * OPERATIONS_MAX):
@@ -460,7 +460,7 @@ def test_the_record_does_not_grow_for_ever():
     assert_same(handle, plain)
 
 
-def test_torch_complains_as_about_a_tensor():
+def test_handle_raises_the_same_errors_as_a_tensor():
     handle = handle_of(torch.ones(3))
     for bad in (lambda g: g.mul_(1j), lambda g: g.clamp_(), lambda g: g.mul_(torch.ones(4))):
         with pytest.raises(RuntimeError) as expected:
@@ -495,7 +495,7 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("call", CHANGES.values(), ids=CHANGES)
-def test_other_changes_go_by_way_of_a_copy(call):
+def test_non_scalar_changes_of_a_handle_equal_changes_of_a_tensor(call):
     plain = gradient()
     handle = handle_of(plain)
     for value in (plain, handle):
@@ -506,7 +506,7 @@ def test_other_changes_go_by_way_of_a_copy(call):
     assert_same(handle, plain)
 
 
-def test_grad_scaler_sees_what_arithmetic_made_infinite():
+def test_grad_scaler_detects_infinity_from_recorded_arithmetic():
     handle = handle_of(torch.full((3,), 1e30))
     handle.mul_(1e30)
     beside, found = torch.ones(1), torch.zeros(1)

@@ -31,14 +31,14 @@ def our_sequence(scale, overflows):
         yield scale.scale
 
 
-def test_dynamic_moves_as_torch_does():
+def test_dynamic_loss_scale_equals_torch_grad_scaler_after_each_step():
     dice = random.Random(0)
     overflows = [dice.random() < 0.001 for _ in range(2 * GROWTH_STEPS + 500)]
     assert list(our_sequence(LossScale("dynamic"), overflows)) == list(torch_sequence(overflows))
     assert any(overflows)
 
 
-def test_ends_are_torchs():
+def test_dynamic_loss_scale_equals_torch_at_zero_and_at_its_maximum():
     overflows = [True] * 170
     ours = list(our_sequence(LossScale("dynamic"), overflows))
     assert ours == list(torch_sequence(overflows))
@@ -54,7 +54,7 @@ def test_ends_are_torchs():
 
 
 @pytest.mark.parametrize("setting", [None, 1024, 0.1])
-def test_fixed_and_off_stay(setting):
+def test_fixed_and_disabled_loss_scale_never_change(setting):
     scale = LossScale(setting)
     before = scale.scale
     for overflowed in [True, False, True] + [False] * (2 * GROWTH_STEPS):
@@ -64,7 +64,7 @@ def test_fixed_and_off_stay(setting):
     assert before == (1.0 if setting is None else torch.tensor(setting, dtype=torch.float32).item())
 
 
-def test_the_inverse_is_torchs():
+def test_inverse_of_the_scale_equals_torch_reciprocal():
     for value in [65536.0, 3.0, 0.1, 1e-30, 1e-44]:
         scale = LossScale(value)
         expected = torch.tensor(value, dtype=torch.float32).double().reciprocal().float().item()
@@ -86,7 +86,7 @@ def test_state_survives_json():
 
 
 @pytest.mark.parametrize("setting", [0, -1.0, math.inf, math.nan, 1e39, 1e-60, 10**400, True, "static", [1]])
-def test_other_settings_are_refused(setting):
+def test_loss_scale_rejects_invalid_settings(setting):
     with pytest.raises(ConfigError, match="loss_scale"):
         LossScale(setting)
 

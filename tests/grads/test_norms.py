@@ -39,7 +39,7 @@ def test_a_sparse_gradient_is_measured():
     assert rounded(squared) == 32.0
 
 
-def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
+def test_norm_is_exact_for_any_element_order_and_split():
     """Most squares are so small that a sum of floats would lose them beside the largest square."""
     generator = torch.Generator().manual_seed(3)
     exponents = torch.randint(-40, 3, (5000,), generator=generator)
@@ -52,7 +52,7 @@ def test_a_norm_is_that_of_the_exact_sum_in_any_order_and_division():
         assert float(kernels.check_and_unscale(list(values.clone().split(700)))[1]) == wanted
 
 
-def test_ranks_add_what_none_of_them_has_rounded():
+def test_of_all_ranks_adds_exact_sums_without_rounding_on_each_rank():
     """Each of the 1,001 ranks adds its exact sum. If each rank rounded its own sum, the norm would differ."""
     values = torch.randn(999, generator=torch.Generator().manual_seed(5))
     own = kernels.checked(values)
@@ -60,7 +60,7 @@ def test_ranks_add_what_none_of_them_has_rounded():
     assert norm(of_all_ranks(own, [1001 * one for one in summands(own)], None)) == (True, math.sqrt(wanted))
 
 
-def test_sums_that_a_rank_has_rounded_are_added_in_the_order_of_ranks():
+def test_of_all_ranks_adds_rounded_sums_in_rank_order():
     squares = [3.0, 1 << 298, 1e-17, 1e-17]
     sums = [sum(each) for each in zip(*(summands((False, one)) for one in squares), strict=True)]
     exchange = SimpleNamespace(all_gather=lambda *_: squares)

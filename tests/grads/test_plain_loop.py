@@ -138,7 +138,7 @@ def offloaded(tmp_path, gradients="auto", *, small=False):
     ("write", "gradients", "small"),
     [("in place", "auto", True), ("data", "ssd", False), ("numpy", "fused", True)],
 )
-def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, write, gradients, small):
+def test_by_layer_rejects_a_loss_of_that_writes_to_weights(tmp_path, write, gradients, small):
     model, optimizer = offloaded(tmp_path, gradients, small=small)
     with optimizer:
         optimizer.accumulate(square(model), listed_batches(), by_layer=True)
@@ -159,7 +159,7 @@ def test_weights_that_are_written_by_loss_of_are_refused_by_layer(tmp_path, writ
         assert optimizer.steps == 2
 
 
-def test_two_calls_in_a_step_are_detected_as_two_backwards_are(tmp_path):
+def test_steps_with_two_accumulate_calls_are_committed(tmp_path):
     model, optimizer = offloaded(tmp_path)
     with optimizer:
         for _ in range(3):
@@ -171,7 +171,7 @@ def test_two_calls_in_a_step_are_detected_as_two_backwards_are(tmp_path):
 
 
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_another_thread_may_evaluate_meanwhile_at_the_smallest_budget(tmp_path, by_layer):
+def test_another_thread_evaluates_during_accumulate_at_smallest_budget(tmp_path, by_layer):
     model, optimizer = offloaded(tmp_path, "ssd", small=True)
     batches = listed_batches()
     stop = threading.Event()
@@ -219,7 +219,7 @@ class Drawn(torch.utils.data.IterableDataset):
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset:UserWarning")
 @pytest.mark.parametrize("says", [False, True])
-def test_a_loader_may_not_know_how_many_micro_batches_it_has(tmp_path, says):
+def test_accumulate_accepts_a_loader_of_unknown_or_wrong_length(tmp_path, says):
     model, optimizer = offloaded(tmp_path, "fused")
     with optimizer:
         losses = optimizer.accumulate(square(model), torch.utils.data.DataLoader(Drawn(says=says), 4))
@@ -249,7 +249,7 @@ class Nested(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("default")
-def test_threads_that_hold_what_the_other_needs_do_not_wait_for_each_other(tmp_path):
+def test_two_evaluating_threads_grow_the_arena_instead_of_deadlocking(tmp_path):
     """Without a budget, the arena may grow beyond the plan.
 
     The arena grows if two threads together need more units than the arena has room for.

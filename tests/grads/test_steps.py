@@ -27,7 +27,7 @@ def begun(tmp_path, gradients, **options):
 @pytest.mark.parametrize("gradients", ["ssd", "ram"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_path, kind, value, gradients):
+def test_clipping_of_nonfinite_gradients_equals_torch(tmp_path, kind, value, gradients):
     """A NaN norm makes all gradients NaN. An infinite norm makes infinite elements NaN, and all other elements 0."""
     plain, model = chain(3, True), chain(3, True)
     theirs = OPTIMIZERS[kind](plain.parameters())
@@ -51,7 +51,7 @@ def test_clipping_does_to_gradients_that_are_not_finite_what_torchs_does(tmp_pat
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("gradients", ["ssd", "ram", "auto"])
-def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value):
+def test_step_rejects_a_nonfinite_norm_and_names_the_parameter(tmp_path, gradients, value):
     """step() raises an error that names the parameter, and keeps the parameter's gradient."""
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
@@ -66,7 +66,7 @@ def test_a_norm_that_is_not_finite_is_refused_by_name(tmp_path, gradients, value
         assert not model[1].bias.grad.isfinite().all()
 
 
-def test_a_fused_step_that_is_not_finite_is_named_by_a_warning(tmp_path):
+def test_fused_step_with_nonfinite_norm_commits_with_a_warning_or_skips(tmp_path):
     """The norm is known only after the updates.
 
     step() commits the updates with a warning. With nonfinite="skip", step() discards the updates.
@@ -93,7 +93,7 @@ def test_a_fused_step_that_is_not_finite_is_named_by_a_warning(tmp_path):
         ("ram", lambda model, _: [setattr(one, "grad", torch.zeros_like(one)) for one in model.parameters()]),
     ],
 )
-def test_a_step_that_failed_takes_no_further_gradient(tmp_path, monkeypatch, gradients, zero):
+def test_failed_step_rejects_a_backward_and_zeroing_discards_its_updates(tmp_path, monkeypatch, gradients, zero):
     plain = chain(3, True)
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
@@ -116,7 +116,7 @@ def test_a_step_that_failed_takes_no_further_gradient(tmp_path, monkeypatch, gra
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
-def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
+def test_gradients_of_a_failed_backward_are_never_used(tmp_path, gradients):
     model, optimizer = begun(tmp_path, gradients)
     with optimizer:
         before = values(model)
@@ -135,7 +135,7 @@ def test_a_part_of_a_backward_is_never_used(tmp_path, gradients):
         assert same_states(values(model), before)
 
 
-def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never_lost(tmp_path):
+def test_declared_last_backward_rejects_a_second_part_of_a_gradient(tmp_path):
     """With `accumulation_steps`, the run knows which backward of a step is the last one.
 
     In this backward, a gradient that arrives is used at once, so a second part of the gradient is too late.
@@ -153,7 +153,7 @@ def test_a_second_piece_that_a_declared_step_cannot_know_of_is_refused_and_never
         assert same_states(values(model), before)
 
 
-def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
+def test_rejected_zero_grad_zeroes_no_gradient(tmp_path):
     model, optimizer = begun(tmp_path, "fused")
     with optimizer:
         loss_of(model, 1).backward()
@@ -164,7 +164,7 @@ def test_zeroing_is_refused_before_anything_is_zeroed(tmp_path):
         assert bool((first.grad == 1).all())
 
 
-def test_a_replaced_gradient_can_be_zeroed_in_every_mode(tmp_path):
+def test_zero_grad_of_replaced_gradients_discards_staged_updates(tmp_path):
     """The caller replaces gradients that the engine has already used.
 
     `zero_grad` must discard the updates that the engine has staged.

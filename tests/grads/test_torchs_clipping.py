@@ -119,7 +119,7 @@ def require_bits_of_memory(folder, dtype, backward, clip=clip_grad_norm_):
 
 
 @pytest.mark.parametrize(("loop", "dtype", "threads"), covered(LOOPS, DTYPES, [1, 2]))
-def test_it_is_clipping_in_memory(tmp_path, loop, dtype, threads):
+def test_clip_grad_norm_has_same_bits_as_in_memory(tmp_path, loop, dtype, threads):
     with threads_of_torch(threads):
         norms = require_bits_of_memory(tmp_path, dtype, LOOPS[loop])
     # In float16 some steps overflow, so all norms may be on the same side of the limit.
@@ -150,7 +150,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize(("norm", "dtype"), covered(NORMS, DTYPES[:2]))
-def test_any_norm_is_that_of_memory(tmp_path, norm, dtype):
+def test_every_norm_function_has_same_bits_as_in_memory(tmp_path, norm, dtype):
     require_bits_of_memory(tmp_path, dtype, one_backward, NORMS[norm])
 
 
@@ -242,7 +242,7 @@ def one_way(monkeypatch):
 @pytest.mark.parametrize("loop", ["one backward", "by layer"])
 @pytest.mark.parametrize("limit", [1e9, 1e-9])
 @pytest.mark.usefixtures("one_way")
-def test_the_norm_of_gradients_that_arrive_whole_reads_none(tmp_path, loop, limit):
+def test_clip_grad_norm_moves_as_many_gradient_bytes_as_max_grad_norm(tmp_path, loop, limit):
     ours, report = traffic(tmp_path, loop, limit)
     exact, other = traffic(tmp_path, loop, limit, max_grad_norm=limit)
     assert ours == exact

@@ -53,7 +53,7 @@ def state_like(kind, numel, seed):
         [(0.9, 0.999), (0.9, 0.95), (0.3, 0.9), (0.5, 0.5), (0.0, 0.0)],
     ),
 )
-def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
+def test_adamw_has_same_bits_as_torch_fused(optimizer, kind, betas):
     decoupled = optimizer is torch.optim.AdamW
     grid = itertools.product(
         [1, 2, 10, 1_000, 1_000_000], [0.0, 0.01, 0.5], [(1e-3, 1e-8), (0.7, 1e-3), (0.0, 0.0)], [False, True]
@@ -75,7 +75,7 @@ def test_the_bits_are_those_of_torch_fused(optimizer, kind, betas):
 @pytest.mark.parametrize(
     ("decoupled", "grad_dtype", "out_dtype"), covered([True, False], DTYPES, [None, *HALVES]), ids=str
 )
-def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
+def test_adamw_has_same_bits_as_its_reference(decoupled, grad_dtype, out_dtype):
     p, _, m, v = state_like("usual", LONG, seed=1)
     out = None if out_dtype is None else torch.empty(LONG, dtype=out_dtype)
     state = [p, randoms(LONG, grad_dtype, seed=9), m, v, out]
@@ -87,7 +87,7 @@ def test_the_reference_has_the_same_bits(decoupled, grad_dtype, out_dtype):
         assert left is None or same_bits(left, right)
 
 
-def test_the_reference_rounds_a_sum_beside_a_tie_once():
+def test_adamw_reference_rounds_a_sum_near_a_tie_only_once():
     """Rounds a second moment that is slightly above a tie.
 
     The exact second moment is (1 + 2**-11 + 2**-24 + 2**-60) / 2. Rounding this number to float64 first would give a
@@ -100,7 +100,7 @@ def test_the_reference_rounds_a_sum_beside_a_tie_once():
     assert v.item() == (1 + 2**-11 + 2**-23) / 2
 
 
-def test_flushed_denormals_of_the_caller_change_nothing():
+def test_kernels_ignore_the_callers_flush_denormal_setting():
     def run(p, g, m, v):
         kernels.adamw(p, g, m, v, None, lr=1e-3, betas=(0.9, 0.99), eps=1e-30, weight_decay=0.1, step=3)
         total = kernels.check_and_unscale(g, 0.5)[1]
@@ -121,7 +121,7 @@ def test_flushed_denormals_of_the_caller_change_nothing():
     covered(DTYPES, [0, 1, 31, 2048, 65_537, LONG], [1.0, 1 / 3, -2.0, 0.0]),
     ids=str,
 )
-def test_check_and_unscale_is_its_reference(dtype, numel, factor):
+def test_check_and_unscale_equals_its_reference(dtype, numel, factor):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
     found, squares = kernels.check_and_unscale(tensor, factor)
@@ -132,7 +132,7 @@ def test_check_and_unscale_is_its_reference(dtype, numel, factor):
     assert (found.dtype, squares.dtype, found.dim(), squares.dim()) == (torch.bool, torch.float64, 0, 0)
 
 
-def test_a_list_is_checked_as_one():
+def test_check_and_unscale_combines_the_tensors_of_a_list():
     tensors = [randoms(1000 * i, DTYPES[i % 3], seed=i) for i in range(12)]
     exact = sum((t * 0.5).double().square().sum().item() for t in tensors)
     found, squares = kernels.check_and_unscale(tensors, 0.5)
@@ -143,14 +143,14 @@ def test_a_list_is_checked_as_one():
     assert [t.item() for t in kernels.check_and_unscale([])] == [False, 0.0]
 
 
-def test_a_result_that_overflows_is_found():
+def test_check_and_unscale_reports_an_overflow_of_the_result():
     found, squares = kernels.check_and_unscale(torch.full((10,), 60000.0, dtype=torch.float16), 2.0)
     assert found.item()
     assert squares.item() == math.inf
 
 
 @pytest.mark.parametrize("kernel", ["check_and_unscale", "adamw"])
-def test_what_is_written_behind_autograds_back_is_noticed(kernel):
+def test_autograd_detects_an_in_place_write_of_a_kernel(kernel):
     weight = torch.ones(4, requires_grad=True)
     saved = torch.ones(4)
     loss = (weight * saved).sum()
@@ -197,7 +197,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("message", REFUSALS)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_bad_argument_is_refused_and_nothing_changes(message, decoupled):
+def test_adamw_rejects_a_bad_argument_and_changes_no_tensor(message, decoupled):
     given_arguments = arguments(**REFUSALS[message])
     tensors = [t for t in given_arguments.values() if isinstance(t, torch.Tensor) and not t.is_meta and not t.is_sparse]
     before = [tensor.clone() for tensor in tensors]
@@ -206,7 +206,7 @@ def test_a_bad_argument_is_refused_and_nothing_changes(message, decoupled):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
-def test_other_orders_of_the_elements():
+def test_adamw_accepts_channels_last_and_rejects_mixed_strides():
     def made(seed):
         return randoms(2 * 3 * 4 * 5, seed=seed).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
 
@@ -222,7 +222,7 @@ def test_other_orders_of_the_elements():
     kernels.adamw(torch.ones(1, 4), torch.ones(4, 1).t(), torch.ones(1, 4), torch.ones(1, 4), None, **options)
 
 
-def test_check_refuses_what_it_would_get_wrong():
+def test_check_and_unscale_rejects_bad_dtypes_overlap_factors_and_strides():
     tensor = torch.ones(8)
     for grads, factor, message in [
         (tensor.int(), 1.0, "int32"),
@@ -253,7 +253,7 @@ print(kernels.check_and_unscale(t, 0.3)[1].item().hex(), t.sum().item().hex())
 """
 
 
-def test_the_instruction_set_can_be_forced_and_the_bits_stay(python):
+def test_forced_instruction_set_gives_the_same_bits(python):
     chosen, forced = (python(SCRIPT, env={"MEMASCEND_SIMD": simd}).splitlines() for simd in ("", "portable"))
     assert "why='portable'" in forced[0]
     assert chosen[1:] == forced[1:]
@@ -262,7 +262,7 @@ def test_the_instruction_set_can_be_forced_and_the_bits_stay(python):
     assert "MEMASCEND_SIMD" in errors
 
 
-def test_routes_say_why(monkeypatch):
+def test_route_names_the_reason_for_its_choice(monkeypatch):
     assert kernels.route("meta").name == "torch"
     assert "meta" in kernels.route("meta").why
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))

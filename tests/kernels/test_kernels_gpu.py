@@ -20,14 +20,14 @@ def randoms(numel, dtype=torch.float32, seed=0):
     return torch.randn(numel, generator=generator, device="cuda").to(dtype)
 
 
-def test_the_device_has_the_kernels():
+def test_cuda_route_is_triton():
     assert kernels.route("cuda").name == "triton", kernels.route("cuda").why
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 4097, 1 << 20, (1 << 24) + 3])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_check_is_its_reference(dtype, numel, factor):
+def test_check_and_unscale_equals_its_reference_and_the_cpu(dtype, numel, factor):
     tensor = randoms(numel, dtype)
     expected = tensor.clone()
     found, squares = kernels.check_and_unscale(tensor, factor)
@@ -53,7 +53,7 @@ def test_each_tensor_has_the_exact_sum_of_the_cpu():
     assert kernels.found_in(sums) == [kernels.checked(tensor.cpu()) for tensor in tensors]
 
 
-def test_nothing_waits_for_the_device():
+def test_check_and_unscale_does_not_synchronize_the_device():
     tensors = [randoms(5000, seed=i) for i in range(50)]
     kernels.check_and_unscale(tensors, 1.0)
     torch.cuda.set_sync_debug_mode("error")
@@ -81,7 +81,7 @@ def test_adamw_has_the_bits_of_the_cpu(decoupled, dtype, out):
         assert on_gpu is None or same_bits(on_gpu, reference)
 
 
-def test_more_than_two_to_the_31_elements():
+def test_check_and_unscale_handles_more_than_2_to_the_31_elements():
     numel = (1 << 31) + 70_001
     if torch.cuda.mem_get_info()[0] < 3 * numel * 2:
         pytest.skip("needs 13 GiB of device memory that is not in use")

@@ -38,7 +38,7 @@ def compiled(kernel, signature, constants, capability, *, aligned=(), warps=4):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     full = {name: "constexpr" if name in constants else signature[name] for name in names}
     source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=attributes)
-    # memascend launches its kernels with these options. test_every_launch_decides_about_fusion checks that each launch
+    # memascend launches its kernels with these options. test_every_launch_disables_fp_fusion checks that each launch
     # sets the second option.
     options = {"num_warps": warps, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -58,7 +58,7 @@ def offsets_are_64_bit(binary):
 @pytest.mark.parametrize(
     ("dtype", "many", "unscale", "capability"), covered(DTYPES, [False, True], [False, True], TARGETS)
 )
-def test_check_compiles(dtype, many, unscale, capability):
+def test_check_kernel_compiles_to_exact_integer_sums(dtype, many, unscale, capability):
     binary = compiled(
         check_jit.check_kernel,
         {"data": f"*{dtype}", "numel": "i64", "table": "*i64", "count": "i32", "sums": "*i64", "factor": "fp32"},
@@ -89,7 +89,7 @@ def test_check_compiles(dtype, many, unscale, capability):
 
 
 @pytest.mark.parametrize("capability", TARGETS)
-def test_fold_compiles(capability):
+def test_fold_kernel_compiles_without_fused_operations(capability):
     binary = compiled(
         check_jit.fold_kernel, {"sums": "*i64", "squares_out": "*fp64", "found_out": "*u8"}, {}, capability, warps=1
     )
@@ -101,7 +101,7 @@ def test_fold_compiles(capability):
 @pytest.mark.parametrize(
     ("dtype", "out", "l2", "capability"), covered(DTYPES, [None, "bf16", "fp16"], [False, True], TARGETS)
 )
-def test_adamw_compiles(dtype, out, l2, capability):
+def test_adamw_kernel_compiles_with_only_its_own_fused_multiply_adds(dtype, out, l2, capability):
     pointers = dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32")
     halves = {"grad": f"*{dtype}", "out16": f"*{out or 'fp32'}"}
     binary = compiled(
@@ -125,7 +125,7 @@ def test_adamw_compiles(dtype, out, l2, capability):
 
 
 @pytest.mark.parametrize("module", [adamw_jit, check_jit], ids=lambda module: module.__name__)
-def test_every_launch_decides_about_fusion(module):
+def test_every_launch_disables_fp_fusion(module):
     """The default of `enable_fp_fusion` depends on Triton's version and the environment, so each launch must set it."""
     launches = [
         node

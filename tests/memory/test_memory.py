@@ -19,7 +19,7 @@ def arena():
         yield Arena(region, {16 * KIB: 2, 4 * KIB: 4})
 
 
-def test_a_region_is_what_was_asked_for():
+def test_region_has_the_requested_size_and_is_listed_until_closed():
     with Region(3_000_001, owner="exact") as region:
         assert region.nbytes == 3_000_001
         assert region.mapped_bytes == -(-3_000_001 // limits()["page"]) * limits()["page"]
@@ -29,7 +29,7 @@ def test_a_region_is_what_was_asked_for():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_an_explicit_pin_that_cannot_be_had_is_refused():
+def test_region_rejects_cuda_pinning_without_cuda():
     with pytest.raises(memascend.ConfigError, match=r"cannot be pinned as asked: (libcuda|no CUDA)"):
         Region(4 * KIB, pin="cuda")
 
@@ -44,7 +44,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "says"), WRONG)
-def test_wrong_arguments_of_a_region(wrong, says):
+def test_region_rejects_wrong_arguments(wrong, says):
     with pytest.raises(memascend.ConfigError, match=says):
         Region(**{"nbytes": 4096, **wrong})
 
@@ -73,7 +73,7 @@ def test_a_whole_number_of_bytes_may_be_a_float(tmp_path):
         assert volume.size == 1_000_000
 
 
-def test_more_memory_than_there_is_is_refused_before_it_is_touched():
+def test_region_larger_than_the_available_memory_is_rejected():
     with pytest.raises(memascend.MemoryLimitError, match=r"^64 TiB of memory .* [\d.]+ .iB are available") as caught:
         Region(1 << 46)
     assert caught.value.needed == 1 << 46
@@ -91,12 +91,12 @@ def test_tensors_of_one_lease_share_its_memory(arena, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), 0, (0, 3), (2, 0), 5, (1, 2, 3), [4, 4], torch.Size([2, 2])])
-def test_every_shape(arena, shape):
+def test_lease_makes_tensors_of_every_shape(arena, shape):
     tensor = arena.lease(4 * KIB).tensor(shape, torch.float32)
     assert tensor.shape == torch.Size([shape] if isinstance(shape, int) else shape)
 
 
-def test_what_does_not_fit_is_refused(arena):
+def test_lease_rejects_sizes_shapes_and_dtypes_that_do_not_fit(arena):
     lease = arena.lease(4 * KIB)
     with pytest.raises(memascend.ConfigError, match="needs 4100 bytes; the lease holds 4096"):
         lease.tensor(1025, torch.float32)
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused(arena):
             lease.tensor(shape, dtype)
 
 
-def test_a_tensor_is_no_view_and_on_the_cpu(arena):
+def test_lease_tensor_is_on_the_cpu_and_no_view_under_a_meta_device(arena):
     lease = arena.lease(4 * KIB)
     with torch.device("meta"):
         for shape in (0, 3, (2, 2)):
@@ -134,7 +134,7 @@ def test_a_tensor_is_aligned_or_refused():
             [lease.tensor(250, torch.float32) for lease in leases]
 
 
-def test_a_returned_lease_is_an_error_and_no_crash(arena):
+def test_returned_lease_rejects_use_and_a_lease_in_use_rejects_release(arena):
     lease = arena.lease(4 * KIB)
     lease.release()
     assert arena.stats()["leases"] == 0
@@ -152,7 +152,7 @@ def test_a_returned_lease_is_an_error_and_no_crash(arena):
     lease.release()
 
 
-def test_a_lease_is_a_context(arena):
+def test_lease_context_manager_releases_the_lease(arena):
     with arena.lease(4 * KIB) as lease:
         assert isinstance(lease, Lease)
     with arena.lease(4 * KIB) as lease:
@@ -173,7 +173,7 @@ def test_a_lease_takes_the_smallest_class_and_never_a_larger_one(arena):
     ]
 
 
-def test_who_holds_what_is_counted_by_name(arena):
+def test_arena_stats_count_bytes_and_peaks_by_owner(arena):
     held = [arena.lease(3000, owner="units"), arena.lease(16 * KIB, owner="update")]
     stats = arena.stats()
     assert (stats["bytes"], stats["in_use"], stats["capacity"]) == (3000 + 16 * KIB, 20 * KIB, 48 * KIB)
@@ -183,7 +183,7 @@ def test_who_holds_what_is_counted_by_name(arena):
     assert (stats["bytes"], stats["peak"], stats["owners"]["update"]["peak"]) == (0, 3000 + 16 * KIB, 16 * KIB)
 
 
-def test_a_region_too_small_for_its_plan_says_what_works():
+def test_budget_error_names_the_smallest_region_for_a_plan():
     plan = {1_000_003: 3, 77: 5}
     needed = 3 * 1_000_003 + 5 * 77
     page = limits()["page"]
@@ -203,7 +203,7 @@ def test_a_region_too_small_for_its_plan_says_what_works():
         assert stats["reserved"] - needed <= 0.02 * needed
 
 
-def test_a_wait_lets_other_threads_run_and_answers_ctrl_c(arena):
+def test_waiting_lease_lets_other_threads_run_and_answers_ctrl_c(arena):
     held = [arena.lease(16 * KIB) for _ in range(2)]
     # The timer's thread can only run if the waiting thread has released the GIL.
     timer = threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT))
@@ -228,7 +228,7 @@ def test_making_a_region_answers_ctrl_c():
     assert not [listed for listed in regions() if listed["owner"] == "interrupted"]
 
 
-def test_a_finaliser_that_asks_a_lease_does_not_block_it(loaded):
+def test_finalizer_that_uses_a_lease_does_not_deadlock(loaded):
     # When a call of a lease fails, building the exception may start a garbage collection. The collection may run a
     # finalizer that uses this lease.
     loaded(
@@ -261,7 +261,7 @@ refused(lambda: lease.tensor(1, torch.uint8))
     )
 
 
-def test_a_ring_hands_out_chunks():
+def test_ring_leases_distinct_aligned_chunks_until_closed():
     with ChunkRing(64 * KIB, 3) as ring:
         chunks = [ring.lease(owner="io") for _ in range(3)]
         assert {chunk.nbytes for chunk in chunks} == {64 * KIB}
@@ -276,7 +276,7 @@ def test_a_ring_hands_out_chunks():
         ring.lease()
 
 
-def test_reprs_say_what_they_are(arena):
+def test_repr_of_region_and_lease_shows_size_and_state(arena):
     with Region(4096) as region:
         assert repr(region) == f"Region(4096 bytes, pinned={region.pinned!r})"
     assert repr(region) == "Region(4096 bytes, closed)"
@@ -299,7 +299,7 @@ assert limits()["memlock_soft"] == 64 << 10
 
 
 @pytest.mark.root
-def test_auto_goes_on_without_pinning_and_says_why_and_mlock_past_the_limit_is_refused(loaded):
+def test_memlock_limit_disables_auto_pinning_and_rejects_explicit_mlock(loaded):
     loaded(
         UNPRIVILEGED
         + """
@@ -334,7 +334,7 @@ def test_doctor_explains_a_memlock_limit(loaded):
     assert "ulimit -l" in out
 
 
-def test_an_address_space_limit_is_an_error_with_a_name(loaded):
+def test_address_space_limit_raises_memory_limit_error(loaded):
     out = loaded(
         """
 import resource, torch, memascend

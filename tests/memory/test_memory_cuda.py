@@ -37,7 +37,7 @@ def cuda(driver, python, tmp_path):
     return run
 
 
-def test_auto_takes_cuda_where_the_process_uses_it(cuda):
+def test_auto_pins_with_cuda_if_the_process_has_loaded_the_driver(cuda):
     _, log = cuda(
         LOADED
         + """
@@ -54,7 +54,7 @@ assert driver.fakeRetained() == 0
     assert int(nbytes) == 8192
 
 
-def test_an_explicit_wish_alone_loads_the_driver(cuda):
+def test_only_an_explicit_cuda_pin_loads_the_driver(cuda):
     _, log = cuda(
         """
 region = Region(4096)
@@ -68,7 +68,7 @@ Region(4096, pin="cuda").close()
 
 
 @pytest.mark.parametrize(("mode", "says"), [("nocontext", "no CUDA context"), ("refuse", "CUDA_ERROR_OUT_OF_MEMORY")])
-def test_a_refusal_is_explained(cuda, mode, says):
+def test_region_explains_why_cuda_does_not_pin_it(cuda, mode, says):
     output, log = cuda(
         LOADED
         + """
@@ -87,7 +87,7 @@ assert driver.fakeRetained() == 0
     assert log == []
 
 
-def test_doctor_says_what_a_refusal_costs(cuda):
+def test_doctor_reports_the_cost_of_refused_cuda_registration(cuda):
     """If CUDA refuses to register memory, a region uses mlock instead, which slows a run.
 
     `memascend doctor` reports this in a separate finding.
@@ -137,7 +137,7 @@ del region
     assert log[0][0] == log[1][0]
 
 
-def test_a_thread_has_no_part_in_captures(cuda):
+def test_ignore_captures_sets_the_thread_local_capture_mode(cuda):
     """`ignore_captures` sets the driver's capture mode for the calling thread.
 
     It returns False if no driver is loaded.

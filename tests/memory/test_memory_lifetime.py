@@ -27,7 +27,7 @@ def leases(arena):
     return arena.stats()["leases"]
 
 
-def test_the_last_view_decides_in_whatever_order_they_go(arena):
+def test_lease_is_returned_with_its_last_view_in_any_deletion_order(arena):
     lease = arena.lease(4096)
     base = lease.tensor((32, 32), torch.float32).fill_(2)
     views = [base[1:], base.t(), base.view(-1)[5:], base.detach(), base.view(torch.int32)]
@@ -51,7 +51,7 @@ def test_a_view_in_a_graph_holds_the_lease(arena):
     assert leases(arena) == 0
 
 
-def test_the_last_view_may_die_in_another_thread(arena):
+def test_lease_is_returned_when_another_thread_deletes_the_last_view(arena):
     box = [arena.lease(4096).tensor(4096, torch.uint8)]
     thread = threading.Thread(target=box.clear)
     thread.start()
@@ -59,14 +59,14 @@ def test_the_last_view_may_die_in_another_thread(arena):
     assert leases(arena) == 0
 
 
-def test_a_tensor_made_in_inference_mode_is_an_ordinary_one(arena):
+def test_lease_tensor_made_in_inference_mode_supports_autograd(arena):
     with torch.inference_mode():
         tensor = arena.lease(4096).tensor(1024, torch.float32)
     assert not tensor.is_inference()
     tensor.requires_grad_().sum().backward()
 
 
-def test_ten_thousand_cycles_leak_nothing(arena):
+def test_ten_thousand_leases_leak_no_memory_or_descriptors(arena):
     def cycle(count):
         for _ in range(count):
             arena.lease(4096).tensor((32, 32), torch.float32).view(-1)[3:]
@@ -85,7 +85,7 @@ def test_ten_thousand_cycles_leak_nothing(arena):
 # This test forks a process with threads on purpose; the child makes only calls that are safe after such a fork.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.parametrize(("on_fork", "seen"), [("copy", 7), ("wipe", 0)])
-def test_a_forked_child_sees_what_was_chosen_and_is_refused_leases(on_fork, seen):
+def test_forked_child_sees_copied_or_wiped_memory_and_gets_no_lease(on_fork, seen):
     arena = Arena(Region(8 << 20, on_fork=on_fork), {4 << 20: 2})
     tensor = arena.lease(4 << 20).tensor(4 << 20, torch.uint8).fill_(7)
     assert in_child(lambda: [tensor[0].item(), tensor[-1].item()]) == f"[{seen}, {seen}]"
@@ -94,7 +94,7 @@ def test_a_forked_child_sees_what_was_chosen_and_is_refused_leases(on_fork, seen
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_wiping_keeps_the_parents_huge_pages_while_a_child_lives():
+def test_on_fork_wipe_keeps_the_parents_huge_pages_while_a_child_runs():
     region = Region(8 << 20, on_fork="wipe")
     tensor = Arena(region, {8 << 20: 1}).lease(8 << 20).tensor(8 << 20, torch.uint8)
     huge_bytes = region.huge_bytes
@@ -126,7 +126,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("ending", usual(ENDINGS, "pass", WAITING, IN_GRAPH))
-def test_the_interpreter_ends_cleanly(loaded, ending):
+def test_interpreter_exits_cleanly_with_leases_in_use(loaded, ending):
     program = """
 import atexit, builtins, sys, threading, time, torch
 from memascend.memory import Arena, Region

@@ -31,7 +31,7 @@ def mapped_by_owner():
 
 
 @pytest.mark.parametrize(("gradients", "budget"), covered(["fused", "ssd", "ram", "auto"], ["smallest", None, "64MiB"]))
-def test_what_each_owner_holds_is_what_the_plan_says(disk, gradients, budget):
+def test_memory_of_each_owner_matches_the_plan(disk, gradients, budget):
     gc.collect()
     before = mapped_by_owner()
     model = blocks(width=256)
@@ -79,7 +79,7 @@ def in_forward(monkeypatch):
 
 @pytest.mark.usefixtures("in_forward")
 @pytest.mark.parametrize("gradients", usual(["fused", "ssd"], "ssd"))
-def test_a_larger_budget_reads_less_as_the_plan_says(disk, gradients):
+def test_larger_budget_reads_fewer_bytes_as_planned(disk, gradients):
     model = blocks(width=192, count=6)
     model, optimizer = offloaded(disk, model, gradients=gradients)
     plan = optimizer.plan
@@ -126,7 +126,7 @@ def let_fetches_end(optimizer):
 
 @pytest.mark.usefixtures("in_forward")
 @pytest.mark.parametrize(("gradients", "budget", "limit"), PER_PARAMETER)
-def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, limit):
+def test_bytes_moved_per_parameter_by_the_kernels_count_match_the_plan(disk, gradients, budget, limit):
     model = blocks(width=512, count=2, dtype=torch.bfloat16)
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert elements > 4_000_000
@@ -154,7 +154,7 @@ def test_bytes_for_each_parameter_by_the_kernels_count(disk, gradients, budget, 
 
 
 @pytest.mark.parametrize(("way", "budget"), [("next forward", None), ("next backward", "64MiB")])
-def test_bytes_of_micro_batches_one_after_the_other(disk, monkeypatch, way, budget):
+def test_bytes_moved_by_sequential_micro_batches_match_the_plan(disk, monkeypatch, way, budget):
     """Each micro-batch after the first reads the values and the sums of gradients again, and writes the sums."""
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (way == "next backward"))
     count = 3

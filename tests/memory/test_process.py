@@ -38,7 +38,7 @@ def require_flat(measure, shallow, deep, **work):
 
 
 @pytest.mark.timeout(300)
-def test_memory_is_flat_in_depth(measure):
+def test_process_memory_does_not_grow_with_model_depth(measure):
     few, many = require_flat(measure, 4, 20, options={"gradients": "fused"}, steps=2)
     for run in (few, many):
         # When offload() returns, the process holds Python objects, and all planned memory except gradients.
@@ -60,7 +60,7 @@ def test_memory_is_flat_in_depth(measure):
         pytest.param({"meta": True}, "bfloat16", id="meta-bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
+def test_memory_does_not_grow_with_depth_for_models_in_heap_or_on_meta(measure, dtype, start):
     """With `in_heap`, the model's values leave holes in the heap. Tensors of later steps must not fill these holes."""
     work = {**start, "dtype": dtype, "options": {"gradients": "fused"}, "steps": 3}
     few, many = require_flat(measure, 4, 20, **work)
@@ -69,7 +69,7 @@ def test_where_a_model_was_made_does_not_matter(measure, dtype, start):
 
 
 @pytest.mark.timeout(300)
-def test_nothing_holds_the_model(measure):
+def test_no_training_phase_holds_a_copy_of_the_model(measure):
     run = measure(blocks=18, width=WIDTH, vocabulary=64, phases=True, steps=1)
     assert run["model_bytes"] > 120 * MIB
     at_return = run["after"]["RssAnon"]
@@ -91,7 +91,7 @@ RAM_OPTIONS = {"gradients": "fused", "host_memory": "1GiB"}
 
 
 @pytest.mark.timeout(300)
-def test_what_is_in_ram_takes_what_the_plan_says(measure):
+def test_memory_of_the_ram_tier_matches_the_plan(measure):
     run = measure(**RAM_TIER, options={**RAM_OPTIONS, "durability": "none"})
     plan = run["plan"]["host"]
     assert plan["records in RAM"] == pytest.approx(3 * run["model_bytes"], rel=0.03)
@@ -105,7 +105,7 @@ def test_what_is_in_ram_takes_what_the_plan_says(measure):
 
 @pytest.mark.root
 @pytest.mark.timeout(300)
-def test_a_cgroup_of_the_plan_is_enough(measure, cgroup):
+def test_training_fits_in_a_cgroup_of_the_planned_size(measure, cgroup):
     # After offload(), only gradients add memory. If the process used more memory than planned, the kernel would kill
     # it, and the exit status would fail the test. The planned memory is about four times the gradients. The limit
     # allows for 3 % more than planned, and for freed memory that the heap keeps, up to a tenth of the planned memory.
@@ -132,7 +132,7 @@ CASES = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", usual(CASES, "deep and narrow", "activations"))
-def test_the_report_is_what_the_process_grew_by(measure, case):
+def test_reported_host_memory_equals_the_growth_of_the_process(measure, case):
     run = measure(**{"vocabulary": 1024, **CASES[case]})
     owners, total = run["report"]["host"]["owners"], run["report"]["host"]["total"]
     objects = run["report"]["beside"]["Python objects"]
@@ -178,7 +178,7 @@ PROGRAM = """if True:
         pytest.param({"MALLOC_MMAP_THRESHOLD_": "1"}, "False False", id="chosen-by-glibcs-own-variable"),
     ],
 )
-def test_what_is_large_is_mapped(loaded, tmp_path, environment, mapped):
+def test_large_allocations_are_mapped_after_offload(loaded, tmp_path, environment, mapped):
     assert loaded(PROGRAM, tmp_path / "store", env=environment).split()[-2:] == mapped.split()
 
 
@@ -205,7 +205,7 @@ FREED = """if True:
 
 
 @pytest.mark.parametrize("environment", [{}, {"MEMASCEND_MALLOC": "system"}], ids=["ours", "left-alone"])
-def test_a_step_gives_free_heap_back(loaded, tmp_path, environment):
+def test_step_returns_free_heap_to_the_kernel(loaded, tmp_path, environment):
     given = int(loaded(FREED, tmp_path / "store", env=environment).split()[-1])
     assert (given > 40 << 20) == (not environment), given
 
@@ -269,14 +269,14 @@ needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="to
 
 
 @needs_mkl
-def test_memory_of_products_is_freed(loaded):
+def test_free_scratch_frees_the_memory_of_mkl_products(loaded):
     before, after, equal = loaded(PRODUCTS).split()[-3:]
     assert int(before) > 0
     assert (after, equal) == ("0", "True")
 
 
 @needs_mkl
-def test_threads_of_micro_batches_keep_nothing_for_their_next_products(loaded, tmp_path):
+def test_micro_batch_threads_keep_no_mkl_memory_after_by_layer(loaded, tmp_path):
     threads, in_turn, by_layer = map(int, loaded(MICRO_BATCHES, tmp_path / "store").split()[-3:])
     # In the first call, the main thread computes all micro-batches. In the second call, each micro-batch has its own
     # thread.

@@ -23,7 +23,7 @@ root = pytest.mark.root
 
 @root
 @pytest.mark.parametrize("sector", [512, 4096])
-def test_a_raw_device(loop, backend, sector):
+def test_raw_device_keeps_written_bytes_and_rejects_a_larger_size(loop, backend, sector):
     device = loop(16 * MIB, "--sector-size", sector)
     with nvme.open(device, backend=backend) as volume:
         assert (volume.size, volume.direct, volume.alignment) == (16 * MIB, True, sector)
@@ -38,7 +38,7 @@ def test_a_raw_device(loop, backend, sector):
 
 
 @root
-def test_two_raw_devices_and_a_file_in_one_stripe(loop, tmp_path):
+def test_stripe_of_two_raw_devices_and_a_file_reads_back_its_data(loop, tmp_path):
     paths = [loop(16 * MIB), loop(16 * MIB, "--sector-size", 4096), tmp_path / "file"]
     with nvme.open(paths, size=30 * MIB) as volume:
         assert volume.alignment == 4096
@@ -120,7 +120,7 @@ def test_two_processes_cannot_open_one_device(path, request, kind):
     nvme.open(device, size=16 * MIB).close()
 
 
-def test_a_forked_child_gets_a_clear_error_and_disturbs_nothing(path, backend):
+def test_forked_child_cannot_use_the_volume_and_parent_writes_complete(path, backend):
     volume = nvme.open(path, size=64 * MIB, backend=backend)
     tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + 1) for index in range(15)]
 
@@ -189,14 +189,14 @@ DENIED = """
 
 
 @pytest.mark.parametrize(("number", "says"), [(errno.EPERM, "seccomp"), (errno.ENOSYS, "kernel has none")])
-def test_a_process_that_may_not_use_io_uring_gets_threads(path, child, number, says):
+def test_denied_io_uring_falls_back_to_the_threads_backend(path, child, number, says):
     chosen, refused = child(DENIED, path, number).splitlines()
     assert chosen.startswith("threads ")
     assert says in chosen
     assert 'backend "io_uring" is not available' in refused
 
 
-def test_descriptors_that_run_out(path, child):
+def test_open_without_free_descriptors_fails_and_open_volumes_work(path, child):
     said = child(
         """
         import os, resource, sys
@@ -238,7 +238,7 @@ def at_once(count, act):
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_of_threads_that_open_one_new_path_one_has_it_and_keeps_it(tmp_path, backend):
+def test_only_one_of_several_threads_opens_a_new_path_and_keeps_its_file(tmp_path, backend):
     for turn in range(12):
         path = tmp_path / f"volume{turn}"
         results = at_once(8, lambda _, path=path: nvme.open(path, size=SIZE, backend=backend))
@@ -251,7 +251,7 @@ def test_of_threads_that_open_one_new_path_one_has_it_and_keeps_it(tmp_path, bac
         assert path.read_bytes() == bytes([turn + 1]) * SIZE
 
 
-def test_a_device_that_is_in_use_takes_nothing_of_the_others_along(tmp_path):
+def test_racing_opens_of_two_paths_remove_no_file_of_the_winner(tmp_path):
     for turn in range(12):
         paths = [tmp_path / f"{turn}.{index}" for index in range(2)]
         orders = [paths, paths[::-1]]
@@ -273,7 +273,7 @@ def records():
 
 @pytest.mark.parametrize("existing", ["refuse", "resume"])
 @pytest.mark.parametrize("place", ["file", "folder/"])
-def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existing, place):
+def test_only_one_of_several_threads_creates_a_new_store(tmp_path, existing, place):
     for turn in range(12):
         path = f"{tmp_path}/{turn}{place}"
 
@@ -293,7 +293,7 @@ def test_of_threads_that_make_one_store_one_has_it_and_it_stays(tmp_path, existi
             assert torch.equal(store.read("weight")[0], torch.full((64,), 8.0))
 
 
-def test_a_replacement_that_is_too_late_leaves_the_run_that_resumed(tmp_path):
+def test_store_is_intact_after_threads_race_to_replace_and_resume_it(tmp_path):
     for turn in range(12):
         path = tmp_path / f"store{turn}"
         filled(path, records()).close()

@@ -59,7 +59,7 @@ def test_a_full_file_system_is_found_at_open(small_ext4):
     assert not (small_ext4 / "two").exists()
 
 
-def test_a_read_only_file_system(small_ext4):
+def test_open_rejects_a_read_only_file_system(small_ext4):
     path = small_ext4 / "volume"
     nvme.open(path, size=MIB).close()
     subprocess.run(["mount", "-o", "remount,ro", small_ext4], check=True)
@@ -68,7 +68,7 @@ def test_a_read_only_file_system(small_ext4):
     failed(lambda: nvme.open(small_ext4 / "new", size=MIB), errno.EROFS)
 
 
-def test_a_read_only_device(loop, backend):
+def test_read_only_device_rejects_open_and_writes(loop, backend):
     device = loop(16 * MIB, "--read-only")
     error = failed(lambda: nvme.open(device), errno.EROFS, errno.EACCES)
     assert "read-only" in str(error)
@@ -81,7 +81,7 @@ def test_a_read_only_device(loop, backend):
         assert read(volume, 5) == b"works", "earlier data must stay readable"
 
 
-def test_a_file_that_is_truncated_underneath(path, backend):
+def test_read_past_the_end_of_a_truncated_file_raises(path, backend):
     with nvme.open(path, size=8 * MIB, backend=backend) as volume:
         volume.write(b"a" * (8 * MIB), 0).wait()
         os.truncate(path, 3 * MIB + 100)
@@ -94,7 +94,7 @@ def test_a_file_that_is_truncated_underneath(path, backend):
         works(volume, MIB)
 
 
-def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
+def test_write_past_the_file_size_limit_raises_efbig(path, backend, child):
     with nvme.open(path, size=8 * MIB, backend=backend):
         pass
     assert "EFBIG" in child(
@@ -119,7 +119,7 @@ def test_a_file_size_limit_is_an_error_and_not_the_end(path, backend, child):
 
 
 @pytest.mark.parametrize("kind", ["file", "block device"])
-def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
+def test_error_of_a_faulty_disk_names_path_offset_and_size(faulty, loop, backend, kind):
     path = faulty.path if kind == "file" else loop(0, over=faulty.path)
     with nvme.open(path, size=16 * MIB, backend=backend) as volume:
         volume.write(b"before" * 1000, 3).wait()
@@ -139,7 +139,7 @@ def test_errors_of_a_faulty_disk(faulty, loop, backend, kind):
         works(volume, 4 * MIB)
 
 
-def test_a_device_that_vanishes(faulty, backend):
+def test_operations_on_a_vanished_device_fail(faulty, backend):
     volume = nvme.open(faulty.path, backend=backend)
     works(volume)
     faulty.set(delay=0.2)
@@ -166,7 +166,7 @@ def test_a_timeout_ends_the_wait_and_not_the_operation(faulty, backend):
         assert ticket.wait() == 4000
 
 
-def test_ctrl_c_ends_a_wait_and_nothing_else(faulty, backend):
+def test_ctrl_c_ends_a_wait_and_not_the_operation(faulty, backend):
     with nvme.open(faulty.path, backend=backend) as volume:
         faulty.set(delay=1.0)
         ticket = volume.write(b"slow" * 1024, 0)
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_else(faulty, backend):
     assert volume.closed
 
 
-def test_a_memlock_limit_and_an_unprivileged_user(tmp_path, child):
+def test_volume_works_for_an_unprivileged_user_with_a_memlock_limit(tmp_path, child):
     folder = tmp_path / "theirs"
     folder.mkdir()
     os.chown(folder, 65534, 65534)

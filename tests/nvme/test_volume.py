@@ -34,7 +34,7 @@ def lease(nbytes):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.complex64]
 )
-def test_a_tensor_of_any_type_comes_back(volume, dtype):
+def test_tensor_of_any_dtype_reads_back_equal(volume, dtype):
     tensor = torch.arange(10_007).remainder(2).to(dtype)
     nbytes = tensor.numel() * tensor.element_size()
     assert volume.write(tensor, 12_345).wait() == nbytes
@@ -43,7 +43,7 @@ def test_a_tensor_of_any_type_comes_back(volume, dtype):
     assert torch.equal(back, tensor)
 
 
-def test_buffers_of_all_kinds(volume):
+def test_volume_reads_and_writes_buffers_of_all_kinds(volume):
     import array
     import mmap
 
@@ -61,7 +61,7 @@ def test_buffers_of_all_kinds(volume):
     assert volume.read(bytearray(), volume.size).wait() == 0
 
 
-def test_aligned_goes_straight_and_unaligned_is_right(volume):
+def test_aligned_buffers_are_not_bounced_and_unaligned_ones_are_exact(volume):
     tensor = lease(4 * MIB)
     tensor.copy_(torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8))
     volume.write(tensor, MIB).wait()
@@ -88,7 +88,7 @@ def test_random_operations_agree_with_a_bytearray(volume):
     worker.check(volume)
 
 
-def test_memory_lives_until_the_operation_ends_and_no_longer(volume):
+def test_operation_keeps_its_buffer_until_it_ends_and_no_longer(volume):
     class Bytes(bytearray):
         pass
 
@@ -142,7 +142,7 @@ def test_memory_that_cannot_be_read_into_is_refused(volume, memory, says):
 
 
 @pytest.mark.parametrize("offset", [-1, 1.5, "0", None, 1 << 64])
-def test_an_offset_is_an_integer_from_0_up(volume, offset):
+def test_write_rejects_an_offset_that_is_no_integer_from_0_up(volume, offset):
     with pytest.raises(ConfigError, match="offset must be an integer"):
         volume.write(b"1", offset)
 
@@ -156,7 +156,7 @@ def test_a_file_is_private_reserved_and_without_header(path):
     assert path.read_bytes()[:5] == b"first"
 
 
-def test_sizes(path):
+def test_open_grows_a_file_to_its_size_and_never_truncates_it(path):
     with pytest.raises(ConfigError, match="does not exist; pass size="):
         nvme.open(path)
     assert not path.exists()
@@ -196,13 +196,13 @@ def test_a_file_of_odd_length_keeps_every_byte(path):
         ({"backend": "aio"}, "io_uring"),
     ],
 )
-def test_wrong_options_change_nothing(path, options, says):
+def test_open_rejects_wrong_options_and_creates_no_file(path, options, says):
     with pytest.raises((ConfigError, StorageError), match=says):
         nvme.open(path, **{"size": 4096, **options})
     assert not path.exists()
 
 
-def test_wrong_paths(tmp_path, path):
+def test_open_rejects_wrong_paths_and_leaves_no_file(tmp_path, path):
     for paths, says in [
         ([], "1 to 32 devices"),
         (tmp_path, "is a folder"),
@@ -220,7 +220,7 @@ def test_wrong_paths(tmp_path, path):
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-def test_stripes(tmp_path, backend, devices):
+def test_striped_volume_grows_and_reads_back_its_data(tmp_path, backend, devices):
     paths = [tmp_path / f"device{index}" for index in range(devices)]
     data = random.Random(1).randbytes(5 * MIB + 1234)
     with nvme.open(paths, size=devices * 2 * MIB + 5, stripe=65536, backend=backend) as volume:
@@ -239,7 +239,7 @@ def test_stripes(tmp_path, backend, devices):
 # --- closing, and the interpreter's exit -------------------------------------------------
 
 
-def test_tickets(volume):
+def test_finished_ticket_is_done_and_waits_again_at_once(volume):
     ticket = volume.write(b"1" * 5000, 0)
     assert ticket.wait() == 5000
     assert ticket.done()
@@ -248,7 +248,7 @@ def test_tickets(volume):
         ticket.wait(timeout=-1)
 
 
-def test_close_waits_and_ends_everything(path, backend):
+def test_close_completes_writes_and_rejects_later_calls(path, backend):
     volume = nvme.open(path, size=64 * MIB, backend=backend)
     tickets = [volume.write(bytes([index]) * (4 * MIB), index * 4 * MIB + index) for index in range(15)]
     volume.close()
@@ -263,7 +263,7 @@ def test_close_waits_and_ends_everything(path, backend):
         assert read(again, 4 * MIB, 9 * 4 * MIB + 9) == bytes([9]) * (4 * MIB)
 
 
-def test_no_descriptor_and_no_thread_is_left(path):
+def test_closed_volumes_leave_no_descriptor_and_no_thread(path):
     with nvme.open(path, size=MIB) as volume:
         volume.write(b"unaligned", 1).wait()
     before = held()[:2]
@@ -275,7 +275,7 @@ def test_no_descriptor_and_no_thread_is_left(path):
     assert held()[:2] == before
 
 
-def test_the_end_of_the_interpreter_drains(path, child):
+def test_interpreter_exit_completes_pending_writes(path, child):
     child(
         """
         import sys, torch
@@ -290,7 +290,7 @@ def test_the_end_of_the_interpreter_drains(path, child):
     assert all(data[index << 22 : (index + 1) << 22].count(index) == 1 << 22 for index in range(16))
 
 
-def test_tmpfs_and_what_it_says_of_itself(tmp_path):
+def test_tmpfs_volume_works_and_reports_whether_it_is_direct(tmp_path):
     folder = tmp_path / "tmpfs"
     folder.mkdir()
     if os.geteuid() != 0:
@@ -305,7 +305,7 @@ def test_tmpfs_and_what_it_says_of_itself(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_it_shows_itself(path):
+def test_volume_repr_devices_and_stats_describe_the_volume(path):
     with nvme.open(path, size=MIB, backend="threads", queue_depth=3) as volume:
         assert "threads" in repr(volume)
         assert str(path) in repr(volume)
@@ -402,7 +402,7 @@ def one_round(workers, volume):
 
 
 @pytest.mark.soak
-def test_random_operations_for_minutes(tmp_path):
+def test_random_operations_for_minutes_stay_correct_and_leak_nothing(tmp_path):
     # Makes glibc use mappings for large objects, and one heap for all threads. The memory of a large object then leaves
     # the process as soon as the object is freed.
     libc = ctypes.CDLL(None)

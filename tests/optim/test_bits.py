@@ -94,7 +94,7 @@ def classes():
     return {name: kind for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and name[0].isupper()}
 
 
-def test_every_class_of_torch_is_tried_or_refused():
+def test_cases_cover_every_torch_optimizer_class_except_lbfgs():
     found = {name for name, kind in classes().items() if issubclass(kind, torch.optim.Optimizer)}
     assert found == {*CASES, "Optimizer", "LBFGS"}
 
@@ -183,14 +183,14 @@ def test_a_fused_sgd_that_skips_whole_vectors_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, CASES[name][-1]) for name in CASES])
-def test_two_threads_and_larger_parts_change_no_bit_in_32_bits(name, options):
+def test_two_threads_and_larger_chunks_have_the_same_bits_as_torch(name, options):
     shape = (230, 331) if name in WHOLE else (200_003,)
     groups = [[torch.nn.Parameter(torch.randn(shape))], [torch.nn.Parameter(torch.randn(3, 5))]]
     run_and_compare(name, groups, options, torch.float32, steps=3, threads=2, chunk=65_536)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adafactor", "RMSprop"])
-def test_memory_formats_other_than_row_by_row(name):
+def test_channels_last_and_transposed_parameters_have_bits_of_torch(name):
     values = torch.randn(8, 6, 13, 11).to(memory_format=torch.channels_last)
     groups = [[torch.nn.Parameter(values)], [torch.nn.Parameter(torch.randn(9, 5).t())]]
     streamed = run_and_compare(name, groups, CASES[name][-1], torch.float32)
@@ -235,7 +235,7 @@ class Sums(torch.optim.Adagrad):
 @pytest.mark.parametrize(
     ("kind", "options"), [(Scaled, {"base": 1.1}), (Doubled, {"lr": 0.1, "momentum": 0.9}), (Sums, {})]
 )
-def test_classes_of_users_get_whole_parameters_and_the_same_bits(kind, options, dtype):
+def test_user_optimizers_get_whole_parameters_and_same_bits_as_torch(kind, options, dtype):
     dtype, master_dtype = DTYPES[dtype]
     groups = parameters("SGD", dtype)
     groups[0][1].factor = 3.0
@@ -245,7 +245,7 @@ def test_classes_of_users_get_whole_parameters_and_the_same_bits(kind, options, 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16+master", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "SparseAdam"])
-def test_state_that_an_optimizer_has_moves_in_and_goes_on(name, dtype):
+def test_imported_optimizer_state_continues_with_the_bits_of_torch(name, dtype):
     dtype, master_dtype = DTYPES[dtype]
     options = CASES[name][-1]
     shape = (41, 73)
@@ -310,13 +310,13 @@ MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(("make", "gradients"), [(MOMENTUM, "fused"), (ADAMW, "ram")])
-def test_float64_trains_by_torchs_own_code(tmp_path, make, gradients):
+def test_float64_training_has_the_same_bits_as_torch(tmp_path, make, gradients):
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     same_run(tmp_path, plain, make, gradients=gradients)
 
 
 @pytest.mark.parametrize(("make", "host_memory"), [(MOMENTUM, None), (ADAMW, "64MiB"), (ADAM, "64MiB")])
-def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_memory):
+def test_clipped_and_accumulated_float64_gradients_equal_torch(tmp_path, make, host_memory):
     """Clips and accumulates gradients of float64, also in a model that has float32 parameters.
 
     With a budget, the gradients wait in memory.
@@ -329,7 +329,7 @@ def test_gradients_of_float64_wait_on_storage_as_they_are(tmp_path, make, host_m
     same_run(tmp_path, plain, make, loop, gradients="ssd", host_memory=host_memory)
 
 
-def test_a_norm_of_float64_is_that_of_float64(tmp_path):
+def test_grad_norm_of_float64_gradients_is_computed_in_float64(tmp_path):
     """The squares of the gradients exceed the range of float32, so the norm must be computed in float64."""
     plain = Odd(torch.randn(3, dtype=torch.float64), trained=True).double()
     _, optimizer = memascend.offload(
@@ -348,7 +348,7 @@ def test_a_norm_of_float64_is_that_of_float64(tmp_path):
 
 # `Doubled` stands for a class that a user wrote. offload() runs a trial of such a class before it streams the state.
 @pytest.mark.parametrize("make", [ADAM, MOMENTUM, functools.partial(Doubled, lr=0.01)])
-def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
+def test_training_with_a_frozen_integer_parameter_equals_torch(tmp_path, make):
     same_run(tmp_path, Odd(torch.arange(5), trained=False), make)
 
 
@@ -360,14 +360,14 @@ def test_whole_numbers_that_the_optimizer_owns_stay_as_they_are(tmp_path, make):
         (torch.empty(0, 4), "these parameters have no elements, and share no module with others: odd"),
     ],
 )
-def test_what_has_no_update_or_no_elements_is_refused_by_name(tmp_path, odd, says):
+def test_offload_error_names_complex_float8_or_empty_parameters(tmp_path, odd, says):
     trained = Odd(odd, trained=True)
     with pytest.raises(ConfigError, match=says):
         memascend.offload(trained, ADAM(trained.parameters()), storage=tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
-def test_an_empty_parameter_beside_others_trains(tmp_path):
+def test_empty_parameter_in_a_module_with_others_trains_as_in_torch(tmp_path):
     plain = Odd(torch.randn(3), trained=True)
     plain.first.extra = torch.nn.Parameter(torch.empty(0, 4))
     same_run(tmp_path, plain, ADAM)

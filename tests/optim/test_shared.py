@@ -114,7 +114,7 @@ def same_options(one, other):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, gradients):
+def test_resume_restores_group_options_and_optimizer_attributes(tmp_path, gradients):
     expected, reference = in_memory(range(7), without=(2, 5))
     trained, optimizer, _ = begun(tmp_path / "store", gradients=gradients)
     train(trained, optimizer, range(4), without=(2,))
@@ -132,7 +132,7 @@ def test_counters_of_groups_and_attributes_stream_and_are_resumed(tmp_path, grad
     optimizer.close()
 
 
-def test_a_resume_that_fails_leaves_the_options(tmp_path, monkeypatch):
+def test_failed_resume_leaves_the_group_options_unchanged(tmp_path, monkeypatch):
     trained, optimizer, _ = begun(tmp_path / "store")
     train(trained, optimizer, range(2))
     optimizer.close()
@@ -144,7 +144,7 @@ def test_a_resume_that_fails_leaves_the_options(tmp_path, monkeypatch):
     assert all(map(same_options, Counted(groups(again)).param_groups, original.param_groups))
 
 
-def test_a_checkpoint_has_them_too(tmp_path):
+def test_checkpoint_restores_optimizer_attributes_and_training(tmp_path):
     expected, _ = in_memory(range(5))
     trained, optimizer, _ = begun(tmp_path / "one")
     train(trained, optimizer, range(3))
@@ -163,7 +163,7 @@ def test_a_checkpoint_has_them_too(tmp_path):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
-def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
+def test_discarded_step_leaves_group_options_unchanged(tmp_path, gradients):
     trained, optimizer, _ = begun(tmp_path / "store", gradients=gradients)
     train(trained, optimizer, range(2))
     before = [copy.deepcopy({**group, "params": None}) for group in optimizer.param_groups]
@@ -184,7 +184,7 @@ def test_what_is_discarded_leaves_them_as_they_were(tmp_path, gradients):
     optimizer.close()
 
 
-def test_an_overflow_leaves_them_as_they_were(tmp_path):
+def test_overflow_leaves_group_options_unchanged(tmp_path):
     trained, optimizer, _ = begun(tmp_path / "store", dtype=torch.float16, loss_scale="dynamic")
     optimizer.backward(trained(torch.full((2, 32), 1e4, dtype=torch.float16)).square().mean())
     optimizer.step()
@@ -225,7 +225,7 @@ class Listing(Counted):
         ),
     ],
 )
-def test_an_end_that_cannot_be_committed_late_ends_the_step_by_name(tmp_path, kind, gradients, error, says):
+def test_step_error_names_the_uncommittable_option_or_attribute(tmp_path, kind, gradients, error, says):
     trained, optimizer, _ = begun(tmp_path / "store", kind, gradients=gradients)
     train(trained, optimizer, range(8))
     with pytest.raises(error, match=says):
@@ -237,7 +237,7 @@ def test_an_end_that_cannot_be_committed_late_ends_the_step_by_name(tmp_path, ki
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_train_and_eval_work_on_streamed_values(tmp_path, dtype):
+def test_optimizer_train_and_eval_change_streamed_values_as_in_torch(tmp_path, dtype):
     plain = chain(4, bias=True, dtype=dtype)
     reference = ScheduleFree(groups(plain))
     for epoch in range(2):
@@ -310,9 +310,7 @@ def require_equal(plain, theirs, model, ours):
 
 
 @pytest.mark.parametrize("durability", ["step", "none"])
-def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the_log_says_so(
-    tmp_path, caplog, durability
-):
+def test_user_optimizer_state_streams_and_is_logged_at_durability_none(tmp_path, caplog, durability):
     with caplog.at_level(logging.INFO, "memascend"):
         plain, theirs, model, ours = made(tmp_path, Watched, durability=durability)
     said = f"{2 * LAYERS} parameters of Watched are never kept in RAM" in caplog.text
@@ -326,7 +324,7 @@ def test_a_class_that_is_not_torchs_is_streamed_where_nothing_is_durable_and_the
 
 
 @pytest.mark.parametrize("place", [0, 2 * LAYERS - 1])
-def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place):
+def test_user_optimizer_that_raises_within_a_step_loses_no_commit(tmp_path, monkeypatch, place):
     plain, theirs, model, ours = made(tmp_path, Watched)
     with ours:
         stepped(plain, theirs, model, ours, range(2))
@@ -349,7 +347,7 @@ def test_a_class_that_fails_half_way_loses_no_step(tmp_path, monkeypatch, place)
 
 # The code of NAdam updates a parameter in parts. The code of Adafactor updates a parameter as a whole.
 @pytest.mark.parametrize(("kind", "gradients"), [(torch.optim.NAdam, "fused"), (torch.optim.Adafactor, "ssd")])
-def test_an_option_that_cannot_be_ends_the_step_and_not_the_run(tmp_path, kind, gradients):
+def test_invalid_lr_fails_the_step_and_the_run_continues(tmp_path, kind, gradients):
     plain, theirs, model, ours = made(tmp_path, kind, gradients)
     with ours:
         # The first commit writes a root that marks the store as unclosed. Later commits write nothing.
@@ -460,7 +458,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("anew", [False, True])
-def test_quantised_state_moves_in_streams_and_is_in_stores_and_checkpoints_bit_for_bit(tmp_path, dtype, anew):
+def test_quantised_state_has_the_same_bits_after_resume_and_checkpoint(tmp_path, dtype, anew):
     plain, trained = convolutions(dtype), convolutions(dtype)
     reference, optimizer = (QuantisedMomentum(of.parameters(), anew=anew) for of in (plain, trained))
     chains.train(plain, reference, range(8), loss_of_images)

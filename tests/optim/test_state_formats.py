@@ -58,7 +58,7 @@ KEPT = {
 
 @pytest.mark.parametrize("make", [adamw, lambda given: sgd(given, momentum=0.9)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize(("combination", "wanted"), KEPT.items(), ids=str)
-def test_each_combination_has_its_format_or_its_reason(combination, wanted, make):
+def test_each_option_combination_gives_its_state_format_or_error(combination, wanted, make):
     state, rounding, masters, dtype = combination
     (parameter,) = given = parameters(dtype)
     formats = StateFormats(state=state, stochastic=rounding == "stochastic")
@@ -70,7 +70,7 @@ def test_each_combination_has_its_format_or_its_reason(combination, wanted, make
     assert formats.of(make(given), master_dtype).get(id(parameter)) == wanted
 
 
-def test_small_parameters_and_embeddings_keep_32_bits_beside_8():
+def test_8bit_state_keeps_fp32_for_small_parameters_and_embeddings():
     small, embedding, matrix = given = [torch.nn.Parameter(torch.ones(size)) for size in (4095, 8192, 4096)]
     found = StateFormats(state="8bit", whole=frozenset([id(embedding)])).of(adamw(given), FP32)
     assert [found[id(one)] for one in (small, embedding, matrix)] == ["", "", "8bit"]
@@ -81,7 +81,7 @@ def test_small_parameters_and_embeddings_keep_32_bits_beside_8():
     assert found[id(small)] == "8bit"
 
 
-def test_a_momentum_that_is_there_already_is_gone_on_with(tmp_path):
+def test_bf16_state_continues_from_an_existing_momentum(tmp_path):
     plain, model = chain(), chain()
     theirs, own = (sgd(of.parameters(), momentum=0.9) for of in (plain, model))
     step(plain, theirs)
@@ -106,12 +106,12 @@ def test_a_momentum_that_is_there_already_is_gone_on_with(tmp_path):
         (type("Mine", (torch.optim.AdamW,), {}), "Mine"),
     ],
 )
-def test_other_optimizers_are_refused_by_name(optimizer, named, state):
+def test_state_error_names_the_unsupported_optimizer(optimizer, named, state):
     with pytest.raises(memascend.ConfigError, match=f"state='{state}'.*{named}.*remove this option"):
         StateFormats(state=state).of(optimizer(parameters(FP32, FP32)), FP32)
 
 
-def test_a_third_moment_is_refused():
+def test_bf16_state_rejects_amsgrad():
     with pytest.raises(memascend.ConfigError, match="amsgrad"):
         StateFormats(state="bf16").of(adamw(parameters(FP32), amsgrad=True), FP32)
 
@@ -142,7 +142,7 @@ def begin(path, state, values=0, **options):
 
 
 @pytest.mark.parametrize("before", FORMATS)
-def test_a_resume_in_another_format_says_how_and_harms_nothing(tmp_path, before):
+def test_resume_in_another_format_is_rejected_and_changes_nothing(tmp_path, before):
     trained, optimizer = begin(tmp_path / "store", before)
     train(trained, optimizer, range(2))
     left = everything(trained, optimizer)
@@ -162,7 +162,7 @@ def test_a_resume_in_another_format_says_how_and_harms_nothing(tmp_path, before)
 
 
 @pytest.mark.parametrize(("state", "options"), [("bf16", {"seed": 5}), ("8bit", {})])
-def test_a_start_from_a_checkpoint_goes_on_as_its_run(tmp_path, state, options):
+def test_start_from_a_checkpoint_continues_with_the_bits_of_its_run(tmp_path, state, options):
     trained, optimizer = begin(tmp_path / "one", state, **options)
     train(trained, optimizer, range(3))
     optimizer.save(tmp_path / "saved")
@@ -179,7 +179,7 @@ def test_a_start_from_a_checkpoint_goes_on_as_its_run(tmp_path, state, options):
 
 
 @pytest.mark.parametrize("pair", LOSSES, ids=" to ".join)
-def test_another_format_converts_and_says_what_is_lost(tmp_path, pair):
+def test_checkpoint_in_another_format_converts_and_warns_of_the_loss(tmp_path, pair):
     one, other = (None if state == "fp32" else state for state in pair)
     trained, optimizer = begin(tmp_path / "one", one)
     train(trained, optimizer, range(3))
@@ -199,7 +199,7 @@ def test_another_format_converts_and_says_what_is_lost(tmp_path, pair):
     optimizer.close()
 
 
-def test_a_master_that_is_given_up_and_a_seed_that_stands_are_said(tmp_path):
+def test_dropped_master_weights_and_an_ignored_seed_give_warnings(tmp_path):
     trained, optimizer = begin(tmp_path / "one", "bf16")
     train(trained, optimizer, range(2))
     optimizer.save(tmp_path / "saved")
@@ -253,7 +253,7 @@ def test_a_momentum_of_16_bits_is_rounded_after_each_step(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(("state", "most"), [(None, 18.0), ("bf16", 14.0)])
-def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
+def test_muon_step_moves_at_most_18_or_14_bytes_per_element(tmp_path, state, most):
     """The limit also includes the padding to whole pages, which is large in proportion to small parameters."""
     model, optimizer = with_muon(tmp_path / "store", gradients="fused", state=state)
     with optimizer:
@@ -267,7 +267,7 @@ def test_a_parameter_moves_18_bytes_a_step(tmp_path, state, most):
         assert moved[1] - moved[0] <= most * sum(one.numel() for one in model.parameters()) + pages
 
 
-def test_other_formats_are_refused(tmp_path):
+def test_muon_rejects_8bit_state_and_bf16_state_without_masters(tmp_path):
     for options in ({"state": "8bit"}, {"state": "bf16", "master_dtype": None}):
         with pytest.raises(memascend.ConfigError, match="state="):
             with_muon(tmp_path / "store", **options)

@@ -159,7 +159,7 @@ def made(kind):
         (Closing, "missing 1 required positional argument: 'closure'"),
     ],
 )
-def test_a_step_that_needs_more_than_one_parameter_is_refused_and_nothing_changed(kind, says):
+def test_optimizer_that_cannot_stream_is_rejected_and_unchanged(kind, says):
     optimizer = made(kind)
     attributes = copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "param_groups"})
     before = copy.deepcopy(optimizer.param_groups)
@@ -204,12 +204,12 @@ def test_state_that_cannot_be_stored_is_refused(kind, says):
     assert not optimizer.state
 
 
-def test_a_tensor_that_each_update_writes_before_it_reads_it_is_none_of_the_state():
+def test_tensor_written_before_each_read_is_scratch_and_not_state():
     changes, manner = require_streamable(made(Passing))
     assert (changes, manner.scratch) == ({}, {"passed"})
 
 
-def test_lbfgs_and_what_is_no_optimizer_are_refused():
+def test_lbfgs_non_optimizers_and_complex_parameters_are_rejected():
     parameter = torch.nn.Parameter(torch.zeros(3))
 
     class Mine(torch.optim.LBFGS):
@@ -226,7 +226,7 @@ def test_lbfgs_and_what_is_no_optimizer_are_refused():
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_options_without_a_meaning_here_are_refused_by_name(option):
+def test_capturable_and_differentiable_are_rejected_by_name(option):
     for kind in (torch.optim.AdamW, torch.optim.NAdam):
         optimizer = kind([torch.nn.Parameter(torch.zeros(3))], **{option: True})
         with pytest.raises(ConfigError, match=f"{option}=True is rejected"):
@@ -234,7 +234,7 @@ def test_options_without_a_meaning_here_are_refused_by_name(option):
 
 
 @pytest.mark.parametrize("kind", [Plain, Momentum])
-def test_others_are_taken_whole_also_under_a_scheduler(kind):
+def test_user_optimizers_under_a_scheduler_get_whole_parameters(kind):
     optimizer = made(kind)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     require_streamable(optimizer)
@@ -244,13 +244,13 @@ def test_others_are_taken_whole_also_under_a_scheduler(kind):
     assert not optimizer.state
 
 
-def test_what_is_kept_is_what_the_options_in_force_make():
+def test_layout_follows_the_group_options_in_force():
     optimizer = made(ByPath)
     layout = layout_of(optimizer, optimizer.param_groups[0]["params"][0])
     assert layout.numbers == {"norm": float}
 
 
-def test_what_is_kept_is_told_from_meta_parameters():
+def test_layout_of_meta_parameters_has_shapes_and_byte_counts():
     parameter = torch.nn.Parameter(torch.empty(7, 300, 5, dtype=torch.bfloat16, device="meta"))
     kept = layout_of(torch.optim.Adafactor([parameter]), parameter)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in kept.tensors.items()}
@@ -274,7 +274,7 @@ def test_what_is_kept_is_told_from_meta_parameters():
 # --- single updates: their state, options and factors, and errors ---------------------------------
 
 
-def test_state_without_its_optimizers_options_is_kept():
+def test_layout_keeps_extra_state_and_import_rejects_missing_state():
     parameter = torch.nn.Parameter(torch.randn(30))
     optimizer = torch.optim.Adam([parameter], amsgrad=True)
     parameter.grad = torch.randn(30)
@@ -287,7 +287,7 @@ def test_state_without_its_optimizers_options_is_kept():
         generic.import_state(optimizer, parameter, layout_of(optimizer, parameter))
 
 
-def test_an_options_change_that_moves_the_state_is_refused():
+def test_step_rejects_a_momentum_change_that_changes_its_state():
     parameter = torch.nn.Parameter(torch.randn(30))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     group = optimizer.param_groups[0]
@@ -308,7 +308,7 @@ def test_an_options_change_that_moves_the_state_is_refused():
         streamed.step(plain, plain.param_groups[0], torch.ones(30))
 
 
-def test_an_update_has_the_options_of_the_moment_when_it_was_made():
+def test_update_uses_the_options_from_when_it_was_created():
     lr = torch.tensor(0.5)
     parameter = torch.nn.Parameter(torch.zeros(5000))
     optimizer = torch.optim.SGD([parameter], lr=lr)
@@ -321,7 +321,7 @@ def test_an_update_has_the_options_of_the_moment_when_it_was_made():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_round_to_the_gradients_type_and_the_scale_does_not(dtype):
+def test_factors_round_to_the_gradient_dtype_and_grad_scale_does_not(dtype):
     parameter = torch.nn.Parameter(torch.randn(5000).to(dtype))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     streamed = Streamed(optimizer, parameter, torch.float32)
@@ -335,7 +335,7 @@ def test_factors_round_to_the_gradients_type_and_the_scale_does_not(dtype):
     assert same_bits(streamed.values, wanted)
 
 
-def test_the_engines_own_numbers_are_for_adam_and_adamw_alone():
+def test_engine_rules_are_used_only_for_adam_and_adamw():
     def options(kind, dtype=torch.bfloat16, master_dtype=torch.float32, **given):
         parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
         optimizer = kind([parameter], **given)

@@ -77,7 +77,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("how", HOLDERS)
 @pytest.mark.parametrize("what", ["parameter", "view", "model", "optimizer"])
-def test_what_the_step_could_reach_is_named_before_anything_runs(tmp_path, how, what):
+def test_attribute_holding_a_parameter_model_or_optimizer_is_rejected(tmp_path, how, what):
     model = torch.nn.Linear(4, 4)
     held = {
         "parameter": model.weight,
@@ -93,7 +93,7 @@ def test_what_the_step_could_reach_is_named_before_anything_runs(tmp_path, how, 
 
 @pytest.mark.parametrize("kind", [Lookahead, Delegating])
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
-def test_wrappers_are_refused_and_everything_is_as_it_was(tmp_path, kind, inner):
+def test_unknown_wrapper_is_rejected_and_its_optimizer_unchanged(tmp_path, kind, inner):
     model = torch.nn.Linear(4, 4)
     base = inner(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
@@ -125,7 +125,7 @@ class OwnMethod(ByParameter):
         parameter.sub_(state["sum"], alpha=self.param_groups[0]["lr"])
 
 
-def test_a_method_that_the_optimizer_keeps_is_the_copys_own(tmp_path):
+def test_optimizer_with_its_own_bound_method_trains_as_in_torch(tmp_path):
     require_same_training(*twins(tmp_path, kind=lambda parameters, **_: OwnMethod(parameters)))
 
 
@@ -182,7 +182,7 @@ OfFabric.__module__, OfFabric.__name__ = "lightning.fabric.wrappers", "_FabricOp
     ("attribute", "wrapped"),
     [("optimizer", accelerated), ("_optimizer", lambda inner: OfFabric(inner, SingleDeviceStrategy()))],
 )
-def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribute, wrapped):
+def test_offload_rewraps_accelerate_and_fabric_optimizers(tmp_path, attribute, wrapped):
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 4)
     twin = copy.deepcopy(model)
@@ -222,7 +222,7 @@ def test_a_wrapper_is_taken_off_and_put_around_what_comes_back(tmp_path, attribu
         ),
     ],
 )
-def test_a_wrapper_that_does_more_is_refused(tmp_path, wrapped, says):
+def test_wrapper_that_scales_accumulates_or_shards_is_rejected(tmp_path, wrapped, says):
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = wrapped(inner)

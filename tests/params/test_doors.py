@@ -20,7 +20,7 @@ DOORS = r"optimizer\.edit\(parameter\) or memascend\.materialized\(model, modify
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_past_the_doors_is_refused_with_them_and_changes_nothing(training, write):
+def test_direct_write_to_a_weight_is_rejected_and_changes_nothing(training, write):
     """A write that torch dispatches to the parameter raises at once; after any other write, the next forward raises.
 
     `parity.machine` tests such writes in all modes of `gradients`.
@@ -53,7 +53,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_write_to_a_copy_is_refused_by_whatever_comes_next(training, tmp_path, event):
+def test_write_to_a_detached_copy_is_rejected_by_the_next_call(training, tmp_path, event):
     model, offloaded = training(units=2)
     expected = values(model)
     if event == "step":
@@ -68,7 +68,7 @@ def test_a_write_to_a_copy_is_refused_by_whatever_comes_next(training, tmp_path,
         assert offloaded.steps == 2
 
 
-def test_every_weight_that_was_written_to_is_named(training):
+def test_forward_error_names_every_written_weight(training):
     model, offloaded = training(units=3)
     views = [p.data for p in model.parameters()]
     for view in views[:4]:
@@ -80,7 +80,7 @@ def test_every_weight_that_was_written_to_is_named(training):
 
 
 @pytest.mark.parametrize("way", KEPT)
-def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(training, way):
+def test_edit_and_step_are_rejected_while_a_view_of_the_weight_exists(training, way):
     """If the model were in memory, the view would follow the weight. In an offloaded model, the view would be stale.
 
     After the view is deleted, the same step succeeds.
@@ -102,7 +102,7 @@ def test_a_view_that_is_kept_over_an_edit_or_a_step_is_refused_before_it(trainin
 
 @pytest.mark.parametrize("budget", [None, "64MiB"])
 @pytest.mark.parametrize("door", ["edit", "load", "step"])
-def test_a_graph_from_before_a_change_is_refused(training, budget, door):
+def test_backward_of_a_graph_from_before_a_weight_change_is_rejected(training, budget, door):
     """A backward fails after a write to a tensor that its graph saved, as in training in memory."""
     model, offloaded = training(units=2, host_memory=budget, steps=0 if door == "step" else 1)
     loss = model(batch()).square().mean()
@@ -145,7 +145,7 @@ def keeping(take):
 
 
 @pytest.mark.parametrize(("take", "comes"), [(lambda p: p.t(), "step"), (lambda p: p.data, "forward")])
-def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path, take, comes):
+def test_view_that_a_module_keeps_from_an_earlier_forward_is_rejected(tmp_path, take, comes):
     """In a model in memory, the view would follow the weight.
 
     In an offloaded model the view keeps old values, so a step that computed with the view must not be committed.
@@ -167,7 +167,7 @@ def test_a_view_that_a_module_keeps_beyond_its_next_forward_is_refused(tmp_path,
         assert optimizer.steps == 2
 
 
-def test_a_view_that_a_module_keeps_of_a_weight_in_ram_follows_it(tmp_path):
+def test_kept_view_of_a_weight_in_the_ram_tier_follows_the_weight(tmp_path):
     require_same_training(*twins(tmp_path, make=lambda: keeping(lambda p: p.t())))
 
 
@@ -193,7 +193,7 @@ LEGITIMATE = {
 
 
 @pytest.mark.parametrize("kind", LEGITIMATE)
-def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
+def test_permitted_views_and_copies_in_a_forward_train_as_in_torch(tmp_path, kind):
     """The test keeps the graphs of all steps. It also keeps the views that a forward hook took."""
 
     def make():
@@ -212,7 +212,7 @@ def test_other_views_of_a_forward_train_as_in_memory(tmp_path, kind):
     assert optimizer.steps == 4
 
 
-def test_a_forward_that_writes_to_its_weights_is_refused_with_the_way_out(tmp_path):
+def test_step_rejects_weights_that_the_forward_wrote_and_names_edit(tmp_path):
     """An embedding with `max_norm` writes to the rows that it reads; docs/limits.md shows a loop that works."""
     model = nn.Sequential(nn.Embedding(20, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH))
     model, optimizer = offloaded(tmp_path / "s", model)

@@ -30,7 +30,7 @@ WAYS = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_another_place_is_refused_and_the_model_as_it_was(training, way):
+def test_prune_tie_and_parametrize_are_rejected_and_change_nothing(training, way):
     model, offloaded = training(units=2)
     before = values(model)
     with pytest.raises(MemascendError, match=r"0\.weight.*(before offload\(\)|and call offload\(\) on it)"):
@@ -40,7 +40,7 @@ def test_another_place_is_refused_and_the_model_as_it_was(training, way):
     assert offloaded.steps == 2
 
 
-def test_a_parameter_that_is_put_back_is_its_own(training):
+def test_forward_rejects_a_deleted_parameter_until_it_is_restored(training):
     model, offloaded = training(units=2)
     weight = model[0].weight
     del model[0].weight
@@ -54,7 +54,7 @@ def test_a_parameter_that_is_put_back_is_its_own(training):
     step(model, offloaded)
 
 
-def test_what_is_pruned_for_good_within_materialized_trains_on(training, taken):
+def test_weight_pruned_within_materialized_trains_and_resumes(training, taken):
     model, offloaded = training(units=2)
     with materialized(model, modify=True):
         prune.l1_unstructured(model[0], "weight", 0.5)
@@ -68,7 +68,7 @@ def test_what_is_pruned_for_good_within_materialized_trains_on(training, taken):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_fused_modules_are_refused_and_the_model_as_it_was(taken):
+def test_inplace_fuse_modules_is_rejected_and_changes_nothing(taken):
     torch.manual_seed(0)
     model, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()), torch.ones(2, 3, 8, 8)
     model, offloaded = taken(model, host_memory=None)
@@ -84,7 +84,7 @@ def test_fused_modules_are_refused_and_the_model_as_it_was(taken):
     offloaded.step()
 
 
-def test_hooks_that_were_moved_say_so(training):
+def test_module_with_the_hooks_of_another_module_is_rejected(training):
     model, _ = training(units=2)
     other = nn.Linear(WIDTH, WIDTH)
     for hook in model[0]._forward_pre_hooks.values():
@@ -94,7 +94,7 @@ def test_hooks_that_were_moved_say_so(training):
 
 
 @pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.double, lambda p: p.to(torch.bfloat16)])
-def test_a_cast_of_a_weight_is_a_copy_and_has_its_gradient(training, cast):
+def test_cast_weight_has_the_bits_and_gradient_norm_of_torch(training, cast):
     model, offloaded = training(units=2)
     plain = model[0].weight.detach().clone().requires_grad_()
     assert same_bits(cast(model[0].weight), cast(plain))
@@ -115,7 +115,7 @@ COPIES = {
 }
 
 
-def test_a_copy_that_is_asked_for_is_no_parameter(training):
+def test_write_to_an_explicit_copy_does_not_change_the_weight(training):
     model, offloaded = training(units=2)
     weight = model[0].weight
     before = weight.detach().clone()

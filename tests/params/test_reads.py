@@ -51,14 +51,14 @@ def penalised(model, optimizer):
 
 @pytest.mark.parametrize(("budget", "gradients"), [(None, "fused"), ("64MiB", "ssd")])
 @pytest.mark.parametrize("program", [averaged, penalised])
-def test_a_program_that_reads_weights_gets_those_in_memory(tmp_path, program, budget, gradients):
+def test_program_that_reads_weights_has_the_same_bits_as_torch(tmp_path, program, budget, gradients):
     plain, theirs, model, optimizer = twins(tmp_path, gradients, make=lambda: chain(4, bias=True), host_memory=budget)
     with optimizer:
         assert all(map(same_bits, program(model, optimizer), program(plain, theirs)))
         require_same(plain, model)
 
 
-def test_copies_that_nobody_has_are_freed(training):
+def test_unreferenced_weight_copies_are_freed(training):
     model, offloaded = training()
     copies = offloaded._session.run.residency.copies
     for parameter in model.parameters():
@@ -99,7 +99,7 @@ def test_no_step_changes_a_state_dict(training):
 
 
 @pytest.mark.parametrize("budget", [None, "64MiB"])
-def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(training, budget):
+def test_view_taken_in_a_forward_is_a_snapshot_and_rejects_writes(training, budget):
     model, offloaded = training(host_memory=budget)
     assert bool(offloaded.plan.ram_tier) == (budget is not None)
     before, views = values(model), []
@@ -122,7 +122,7 @@ def test_a_view_from_inside_of_a_forward_is_a_snapshot_that_is_not_written_to(tr
     step(model, offloaded)
 
 
-def test_a_deep_copy_is_a_plain_model_with_files_of_its_own(training):
+def test_deepcopy_is_a_plain_model_independent_of_the_original(training):
     model, offloaded = training(units=2)
     copied = copy.deepcopy(model)
     part = copy.deepcopy(model[1])
@@ -149,7 +149,7 @@ class CopiesItself(nn.Linear):
         return copied
 
 
-def test_a_module_that_copies_itself_does_so(tmp_path):
+def test_deepcopy_calls_the_deepcopy_method_of_a_module(tmp_path):
     model, optimizer = offloaded(tmp_path, nn.Sequential(nn.Linear(WIDTH, WIDTH), CopiesItself(WIDTH, WIDTH)))
     with optimizer:
         copied = copy.deepcopy(model)
@@ -190,7 +190,7 @@ COMPILED = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("compute", COMPILED)
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_path, compute, whole):
+def test_compiled_function_that_reads_weights_has_the_losses_of_torch(tmp_path, compute, whole):
     """With `whole`, compiles the model. Otherwise compiles a function that uses weights of the model."""
 
     def losses(model, optimizer):
@@ -211,7 +211,7 @@ def test_a_compiled_function_that_names_other_weights_gets_those_in_memory(tmp_p
         assert losses(model, optimizer) == wanted
 
 
-def test_a_read_that_fails_leaves_nothing():
+def test_cached_unit_is_offloaded_again_after_a_failed_read():
     failing = mock.Mock(wait=mock.Mock(side_effect=ValueError("checksum")))
     unit = CachedUnit(0, "unit", 0, 4096, pinned=False)
     unit.begin_read(failing, torch.empty(0))

@@ -56,7 +56,7 @@ def cut(weight, x):
 
 
 @pytest.mark.parametrize("view", [conjugate, negated, cut])
-def test_a_saved_view_of_a_weight_has_the_same_gradient(tmp_path, view):
+def test_saved_view_of_a_weight_gives_the_same_gradient_as_torch(tmp_path, view):
     def loss(model, seed):
         return model(torch.randn(2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed)))
 
@@ -102,7 +102,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_unit_that_is_read_again_within_a_recomputation_is_no_part_of_it(tmp_path, way):
+def test_recomputation_that_rereads_evicted_units_equals_torch(tmp_path, way):
     plain, theirs, model, optimizer = chains.twins(
         tmp_path, "fused", make=lambda: Recomputed(WAYS[way]), host_memory=None
     )
@@ -169,7 +169,7 @@ class Products(nn.Module):
         return x.sum()
 
 
-def test_a_function_of_the_users_gets_each_parameter_that_it_saved_also_beside_another_thread():
+def test_autograd_function_restores_saved_parameters_with_a_second_thread():
     over, found = threading.Event(), []
     thread = threading.Thread(target=over.wait)
     thread.start()

@@ -18,19 +18,19 @@ from memascend.engine import Store
 
 
 @combined([*PLAIN, *TRANSFORMERS])
-def test_a_model_equals_itself_in_ram(case, mode, tmp_path):
+def test_offloaded_model_equals_torch_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 
 
 @combined([*LOOPS, *OPTIMIZERS, *FORMATS])
-def test_a_loop_equals_itself_in_ram(case, mode, tmp_path):
+def test_offloaded_training_loop_equals_torch_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 
 
 # torch.compile() gives different warnings in different versions of torch.
 @pytest.mark.filterwarnings("ignore")
 @combined(COMPILED)
-def test_compiled_blocks_equal_themselves_in_ram(case, mode, tmp_path):
+def test_offloaded_compiled_blocks_equal_torch_in_ram(case, mode, tmp_path):
     check(case, mode, tmp_path)
 
 
@@ -40,7 +40,7 @@ def test_micro_batches_by_layer_equal_one_after_the_other_in_ram(case, mode, tmp
     check(case, mode, tmp_path)
 
 
-def test_every_kind_of_difference_is_noticed():
+def test_differences_reports_each_kind_of_changed_result():
     case = next(case for case in PLAIN if case.name == "rooted")
     expected = reference(case, 1)
     assert differences(expected, expected) == []
@@ -59,7 +59,7 @@ def test_every_kind_of_difference_is_noticed():
 
 
 @pytest.mark.parametrize("durability", ["step", "none"])
-def test_what_is_in_ram_is_computed_with_where_it_lies_and_never_read(durability, tmp_path):
+def test_ram_tier_records_keep_their_address_and_are_never_read(durability, tmp_path):
     model, optimizer = offloaded(tmp_path / "run.store", Stack(), host_memory="64MiB", durability=durability)
     seen = set()
 
@@ -119,7 +119,7 @@ def committed(folder):
 
 @pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("loop", PAGE_LOOPS, ids=["cosine", "by-metric"])
-def test_loops_that_were_stopped_have_the_rates_and_weights_of_one_that_was_not(tmp_path, monkeypatch, loop):
+def test_stopped_loop_of_the_docs_equals_an_uninterrupted_loop(tmp_path, monkeypatch, loop):
     printed = {}
     for name, lives in (("whole", [None]), ("stopped", [4, 3, None])):
         (tmp_path / name).mkdir()

@@ -62,7 +62,7 @@ HAPPENS = {
 
 
 @pytest.mark.parametrize("waits", WAITS)
-def test_a_run_is_the_one_in_memory(waits):
+def test_fixed_state_machine_examples_equal_torch_in_memory(waits):
     seen = run(waits, 15, derandomize=True)
     assert sum(count for what, count in seen.items() if what.startswith("steps")) > 10
     # With "auto", these few examples must defer updates. With None, they may defer no update on some computers.
@@ -71,7 +71,7 @@ def test_a_run_is_the_one_in_memory(waits):
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_hundreds_of_runs_are_those_in_memory():
+def test_hundreds_of_random_runs_equal_torch_in_memory():
     seen = Counter()
     for waits in WAITS:
         seen += run(waits, 300, derandomize=False)

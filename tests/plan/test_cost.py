@@ -52,12 +52,12 @@ def phases(*given):
     ("read", "written", "expected"),
     [(6, 6, 12 / 3), (9, 6, 12 / 3 + 3 / 5), (2, 6, 4 / 3 + 4 / 4), (5, 0, 1), (0, 4, 1)],
 )
-def test_a_measured_drive_does_both_and_then_what_is_left(read, written, expected):
+def test_drive_seconds_use_the_mixed_rate_then_the_single_rate(read, written, expected):
     drive = Drive(read=5 * GB, write=4 * GB, mixed=3 * GB)
     assert drive.seconds(read * GB, written * GB) == pytest.approx(expected)
 
 
-def test_fused_updates_run_beside_the_backward():
+def test_fused_updates_share_the_phase_of_the_backward():
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 2, "disk": 8 / 5, "update": 0})
     assert (forward.seconds, forward.bound) == (2, "compute")
@@ -66,7 +66,7 @@ def test_fused_updates_run_beside_the_backward():
     assert seconds([forward, last]) == pytest.approx(23.2)
 
 
-def test_kept_gradients_make_a_phase_of_their_own():
+def test_spilled_gradients_add_a_separate_update_phase():
     forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0), DRIVE, IDLE)
     assert forward.parts["disk"] == pytest.approx(8 / 5)
     assert backward.parts["disk"] == pytest.approx(6 / 5 + 8 / 4)
@@ -87,7 +87,7 @@ DEFERRED = plan(
 UPDATE = 8 + 40 + 8  # GB that an update reads: values, state, gradients
 
 
-def test_an_update_in_the_next_forward_reads_what_its_modules_need():
+def test_update_in_the_next_forward_reads_the_values_for_its_modules():
     found = ways(DEFERRED, Work(forward=2.0, backward=4.0), DRIVE, IDLE)["next forward"]
     assert [phase.name for phase in found] == ["forward and last step's update", "backward"]
     assert found[0].parts["disk"] == pytest.approx(UPDATE / 5 + 48 / 4)
@@ -110,7 +110,7 @@ def test_an_update_in_the_next_backward_is_read_twice_and_written_once():
     assert [phase.tail for phase in found] == pytest.approx([UPDATE / 5 / 8, (UPDATE / 5 + 48 / 4) / 8], rel=1e-5)
 
 
-def test_frozen_values_are_read_beside_the_last_update():
+def test_deferred_updates_also_read_frozen_values():
     # 3 GB of frozen values are added to the model. The backward reads 2 GB of these frozen values again.
     read = {**DEFERRED.read_bytes, "values, forward": 11 * GB, "values, backward": 8 * GB}
     found = ways(plan(**{**vars(DEFERRED), "read_bytes": read}), Work(forward=2.0, backward=4.0), DRIVE, IDLE)
@@ -131,7 +131,7 @@ def test_early_updates_store_their_gradient_and_do_not_read_it():
     assert small[1].parts["disk"] == pytest.approx(early[1].parts["disk"] + 8 / 5)
 
 
-def test_the_first_of_several_micro_batches_waits_for_the_last_update():
+def test_first_micro_batch_shares_a_phase_with_the_deferred_update():
     link = Host(update=0.0, check=0.0, shared=False, link=2 * GB)
     work = Work(forward=2.0, backward=4.0, backwards=4, exchanged=(1.0, 3.0), carried=40 * GB, stored=20 * GB)
     found = ways(DEFERRED, work, DRIVE, link)
@@ -157,14 +157,14 @@ def test_the_first_of_several_micro_batches_waits_for_the_last_update():
     assert last.parts["disk"] == pytest.approx((6 + 40 + 8 + 5) / 5 + 56 / 4)
 
 
-def test_micro_batches_by_layer_wait_for_it_together():
+def test_micro_batches_by_layer_all_share_the_phases_of_the_update():
     work = Work(forward=2.0, backward=4.0, backwards=4, by_layer=True)
     values, update = ways(DEFERRED, work, DRIVE, IDLE)["next backward"]
     assert (values.parts["compute"], values.parts["disk"]) == (8, pytest.approx(UPDATE / 5))
     assert (update.parts["compute"], update.parts["disk"]) == (16, pytest.approx(UPDATE / 5 + 56 / 4))
 
 
-def test_the_log_of_kept_gradients_is_written_in_step():
+def test_gradient_log_of_deferred_updates_is_a_phase_before_step():
     # A quarter of the model is in RAM, and the rest streams. The quarter's gradients are written to the log. The step
     # also writes a part of the quarter's values and state.
     read = {"values, forward": 6 * GB, "values, update": 6 * GB, "state": 30 * GB, "gradients": 6 * GB}
@@ -183,7 +183,7 @@ def test_the_log_of_kept_gradients_is_written_in_step():
     assert step.parts["disk"] == pytest.approx(12 / 4)
 
 
-def test_the_fastest_way_is_taken():
+def test_fastest_chooses_the_shortest_way_but_never_early():
     for compute, way in ((1.0, "next forward"), (1000.0, "next forward"), (30.0, "next backward")):
         work = Work(forward=compute / 3, backward=compute)
         found = ways(DEFERRED, work, DRIVE, IDLE)
@@ -195,7 +195,7 @@ def test_the_fastest_way_is_taken():
     assert seconds(found["early"]) < seconds(found["next backward"])
 
 
-def test_each_backward_after_the_first_adds_to_what_is_spilled():
+def test_each_further_backward_reads_and_rewrites_spilled_gradients():
     forward, backward, update = phases(KEPT, Work(forward=2.0, backward=4.0, backwards=3), DRIVE, IDLE)
     assert forward.parts == pytest.approx({"compute": 6, "disk": 24 / 5, "update": 0})
     # The backwards read values three times, write gradients three times, and read gradients twice to add to them.
@@ -204,7 +204,7 @@ def test_each_backward_after_the_first_adds_to_what_is_spilled():
     assert update.parts["disk"] == pytest.approx(48 / 5 + 48 / 4)
 
 
-def test_processors_that_compute_the_model_update_in_the_same_time():
+def test_shared_processors_add_update_seconds_to_compute():
     host = Host(update=6.0, check=0.1 / GB, shared=True)
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
@@ -215,7 +215,7 @@ def test_processors_that_compute_the_model_update_in_the_same_time():
     assert "update" not in last.parts
 
 
-def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
+def test_update_of_the_last_gradient_adds_a_tail_to_the_backward():
     one = (40 / 5 + 48 / 4) / 8
     compute = Work(forward=2.0, backward=30.0)
     _, last = phases(plan(), compute, DRIVE, IDLE)
@@ -232,7 +232,7 @@ def test_the_gradient_that_comes_last_is_updated_when_all_else_has_ended():
     assert [phase.tail for phase in phases(KEPT, compute, DRIVE, IDLE)] == [0, 0, 0]
 
 
-def test_what_is_in_ram_without_a_log_is_written_in_step():
+def test_ram_tier_without_a_log_is_written_in_step():
     work = Work(forward=2.0, backward=4.0)
     *_, last, step = phases(plan(ram_tier_part=0.25), work, DRIVE, IDLE)
     assert last.parts["disk"] == pytest.approx(46 / 5 + 0.75 * 48 / 4)
@@ -240,7 +240,7 @@ def test_what_is_in_ram_without_a_log_is_written_in_step():
     assert "disk" not in phases(plan(ram_tier_part=0.25, written_bytes=LOGGED), work, DRIVE, IDLE)[-1].parts
 
 
-def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
+def test_ram_tier_is_updated_in_step_by_all_ram_tier_threads():
     host = Host(update=8.0, check=1e-10, shared=False, ram_tier_threads=4)
     logs = plan(ram_tier_part=0.25, written_bytes=LOGGED)
     *_, last, step = phases(logs, Work(forward=2.0, backward=4.0), DRIVE, host)
@@ -252,7 +252,7 @@ def test_what_is_in_ram_is_updated_after_the_commit_by_all_threads():
     assert last.parts["update"] == pytest.approx(6.0 + streamed)
 
 
-def test_a_device_is_beside_the_update_and_behind_a_link():
+def test_device_link_seconds_count_apart_from_compute_and_update():
     host = Host(update=6.0, check=0.1 / GB, shared=False, link=2 * GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), DRIVE, host)
     # Pinned units stay on the device, and resident units are copied to the device only once. Gradients leave the
@@ -263,13 +263,13 @@ def test_a_device_is_beside_the_update_and_behind_a_link():
     assert last.parts["compute"] == 4
 
 
-def test_what_is_frozen_is_not_updated():
+def test_update_seconds_leave_out_frozen_parameters():
     half = [Unit("block", ("a", "b"), GB, "block", pinned=False, elements=GB // 2, frozen_bytes=GB // 2)]
     assert update_seconds(plan(units=half), 2.0 / GB) == pytest.approx(0.5)
     assert update_seconds(plan(), 2.0 / GB) == pytest.approx(8, rel=1e-5)
 
 
-def test_the_life_of_a_drive():
+def test_drive_days_divide_the_endurance_by_the_daily_writes():
     # If 48 GB are written in 12 s, 345.6 TB are written in a day.
     assert drive_days(48 * GB, 12.0, 600 * 10**12) == pytest.approx(600 / 345.6)
     assert drive_days(0, 12.0, 600 * 10**12) is None

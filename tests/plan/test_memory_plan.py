@@ -94,7 +94,7 @@ def test_classes_admit_every_window(windows):
 
 @settings(max_examples=60)
 @given(windows)
-def test_no_cheaper_classes_exist(windows):
+def test_arena_classes_are_the_cheapest_that_fit(windows):
     sizes = sorted({size for window in windows for size in window})
     best = math.inf
     for bounds in itertools.chain.from_iterable(itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)):
@@ -106,7 +106,7 @@ def test_no_cheaper_classes_exist(windows):
     assert cost(arena_classes(windows)) == best
 
 
-def test_many_sizes_are_no_burden_and_wrong_ones_are_refused():
+def test_arena_classes_merge_many_sizes_and_reject_sizes_below_1_byte():
     classes = arena_classes([[size] for size in range(1, 201)])
     assert classes == {200: 1}
     for size in (0, -1):
@@ -140,7 +140,7 @@ def test_the_smallest_budget_works_to_the_byte(units, gradients, spare):
 
 @settings(max_examples=60, deadline=None)
 @given(unit_lists(), st.integers(0, 8 << 20))
-def test_more_memory_than_comfortable_saves_what_it_says(units, spare):
+def test_saved_bytes_equal_the_reads_saved_by_a_larger_budget(units, spare):
     easy = plan(units)
     wider = plan(units, easy.comfortable + spare)
     ample = plan(units, easy.ample)
@@ -152,7 +152,7 @@ def test_more_memory_than_comfortable_saves_what_it_says(units, spare):
 
 @settings(max_examples=30, deadline=None)
 @given(unit_lists())
-def test_a_real_arena_takes_what_was_said(units):
+def test_arena_and_chunk_ring_reserve_the_planned_bytes(units):
     found = plan(units)
     with memory.Region(memory.layout(found.classes).reserved, False) as region:
         stats = memory.Arena(region, found.classes).stats()
@@ -163,7 +163,7 @@ def test_a_real_arena_takes_what_was_said(units):
         assert stats["reserved"] + stats["tables"] == found.host["update staging"]
 
 
-def test_the_smallest_and_the_comfortable_plan():
+def test_smallest_and_comfortable_plans_have_windows_of_1_and_2():
     units = model()
     easy = plan(units)
     small = plan(units, easy.smallest)
@@ -176,7 +176,7 @@ def test_the_smallest_and_the_comfortable_plan():
     assert easy.budget == easy.host_peak == easy.comfortable == plan(model(48)).host_peak
 
 
-def test_between_them_the_queue_takes_what_is_left_and_then_the_chunks():
+def test_budget_below_comfortable_gives_fewer_chunks_and_less_queue():
     units = model()
     easy = plan(units)
     between = plan(units, easy.comfortable - 7 * PAGE)
@@ -187,7 +187,7 @@ def test_between_them_the_queue_takes_what_is_left_and_then_the_chunks():
     assert 119 * PAGE < less.queue_bytes < 124 * PAGE
 
 
-def test_a_larger_budget_keeps_units():
+def test_larger_budget_keeps_the_last_units_resident():
     units = model()
     easy = plan(units)
     block = 30 * PAGE + 5
@@ -206,7 +206,7 @@ def test_a_larger_budget_keeps_units():
     assert ample.host_peak == easy.ample == plan(units, 10 * easy.ample).host_peak
 
 
-def test_bytes_of_a_step():
+def test_plan_counts_the_bytes_that_a_step_reads_and_writes():
     units = model()
     values = sum(each.nbytes for each in units)
     easy = plan(units)
@@ -238,7 +238,7 @@ def test_frozen_units_are_not_written_and_stay_from_step_to_step():
 
 
 @pytest.mark.parametrize("device", [False, True])
-def test_memory_for_the_next_whole_parameter_is_taken_where_all_else_has_its_own(device):
+def test_next_whole_parameter_gets_memory_only_from_comfortable_budget_up(device):
     how = {"whole_bytes": 90 * PAGE}
     if device:
         how["staging"] = {"unit staging": {PAGE: 4}}
@@ -258,13 +258,13 @@ def test_memory_for_the_next_whole_parameter_is_taken_where_all_else_has_its_own
         assert given.chunks >= plan(model(), budget - given.whole_next_bytes, **how).chunks
 
 
-def test_a_tied_embedding_meets_the_last_block():
+def test_tied_embedding_shares_a_window_with_the_last_block():
     units = model(tied=True)
     assert [each.name for each in forward_order(units)][-2:] == ["layers.5", "embedding"]
     assert {"layers.5", "embedding", "rest"} in [set(held) for held in list_windows(units, 2)]
 
 
-def test_what_stays_bound_around_others_is_in_their_window():
+def test_windows_contain_the_enclosing_units_of_a_unit():
     units = [
         unit("encoder", 40),
         unit("encoder.layers.0", 10, around=("encoder",)),
@@ -284,7 +284,7 @@ def test_what_stays_bound_around_others_is_in_their_window():
     assert plan(units, plan(units).smallest).classes == {20 * PAGE: 1, 40 * PAGE: 1}
 
 
-def test_reads_by_hand():
+def test_count_reads_equals_counts_by_hand():
     a, b, c = (unit(name, 1) for name in "abc")
     assert count_reads([a, b, c], 1) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0})
     assert count_reads([a, b, c], 2) == ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 0, "c": 0})
@@ -296,13 +296,13 @@ def test_reads_by_hand():
     assert count_reads(still, 3) == ({"a": 0, "b": 0, "c": 0}, {"a": 0, "b": 0, "c": 0})
 
 
-def test_thousands_of_experts_are_no_burden():
+def test_plan_of_thousands_of_experts_saves_bytes_with_more_budget():
     units = [unit(f"layers.{layer}.experts.{expert}", 2) for layer in range(24) for expert in range(128)]
     easy = plan(units)
     assert plan(units, easy.comfortable + (1 << 20)).saved_bytes > 0
 
 
-def test_repeated_units_are_one_row_whatever_stands_between_them():
+def test_plan_table_joins_repeated_units_into_one_row():
     halves = [unit(f"layers.{index}.{part}", size) for index in range(4) for part, size in (("up", 30), ("down", 20))]
     units = [unit("embedding", 100), *halves, unit("q", 7), unit("k", 7), unit("head", 99)]
     rows = str(plan(units)).split("\n\n")[0].splitlines()[1:]

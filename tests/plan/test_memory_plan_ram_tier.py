@@ -11,7 +11,7 @@ from plan.test_units import Language
 from torch import nn
 
 from memascend.plan.cost import Drive, Work, assumed_host, moves, seconds, update_seconds, ways
-from memascend.plan.decision import room_beside
+from memascend.plan.decision import free_space_beside
 from memascend.plan.memory_plan import Requirements, make_plan
 from memascend.plan.options import Options
 from memascend.session.decide import planned
@@ -31,17 +31,17 @@ def ram_tier_bytes(run, plan):
     return sum(map(sum, (run.sizes.record_bytes[name] for name in plan.ram_tier)))
 
 
-def test_shards_share_the_free_space_of_their_disk_and_keep_their_own_bytes(tmp_path, monkeypatch):
+def test_room_beside_subtracts_only_unallocated_shard_bytes(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     shards = [tmp_path / "one", tmp_path / "two"]
-    assert room_beside([*map(str, shards)], 600) == 400
+    assert free_space_beside([*map(str, shards)], 600) == 400
     for shard in shards:
         shard.write_bytes(bytes(300))
-    assert room_beside([*map(str, shards)], 600) == 1000
+    assert free_space_beside([*map(str, shards)], 600) == 1000
 
 
-def test_what_a_budget_has_left_holds_the_first_units():
+def test_budget_above_comfortable_keeps_the_first_units_in_ram():
     run = run_of(model())
     first = make_plan(run)
     assert "records in RAM" not in first.host
@@ -76,7 +76,7 @@ def test_units_in_ram_are_at_equal_distances(part, has_first):
     assert 24 - blocks[-1] <= max(apart) + 1
 
 
-def test_where_all_gradients_are_kept_they_have_their_room():
+def test_ram_tier_needs_no_gradient_memory_with_gradients_ram():
     run = dataclasses.replace(run_of(model()), gradients="ram")
     first = make_plan(run)
     plan = make_plan(run, budget=first.all_in_ram)
@@ -86,7 +86,7 @@ def test_where_all_gradients_are_kept_they_have_their_room():
 
 
 @pytest.mark.parametrize("update_values", ["resident", "read", "never"])
-def test_each_byte_of_a_budget_reads_less_until_all_is_in_ram(update_values):
+def test_larger_budgets_read_fewer_bytes_until_all_records_are_in_ram(update_values):
     run = run_of(model(), update_values)
     first = make_plan(run)
     reads = []
@@ -105,7 +105,7 @@ def test_each_byte_of_a_budget_reads_less_until_all_is_in_ram(update_values):
     assert make_plan(run, budget=first.all_in_ram - 1).ram_tier != everything.ram_tier
 
 
-def test_the_table_says_what_is_in_ram_and_what_more_would_move():
+def test_plan_table_lists_ram_tier_and_traffic_of_larger_budgets():
     run = run_of(model())
     first = make_plan(run)
     assert list(first.larger)[-1] == first.all_in_ram
@@ -121,7 +121,7 @@ def test_the_table_says_what_is_in_ram_and_what_more_would_move():
     assert everything.saved_bytes == first.moved_bytes - everything.moved_bytes
 
 
-def test_frozen_values_are_in_ram_too():
+def test_ram_tier_includes_frozen_values():
     units = model(frozen=True)
     run = run_of(units)
     records = {name: (nbytes, 0) for name, (nbytes, _) in run.sizes.record_bytes.items()}
@@ -134,7 +134,7 @@ def test_frozen_values_are_in_ram_too():
 
 
 @pytest.mark.parametrize("applies", [False, True])
-def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
+def test_predicted_seconds_of_larger_budgets_match_their_plans(applies):
     run = run_of(model())
     run = dataclasses.replace(run, applied=run.gradient_bytes.keys() if applies else ())
     host = dataclasses.replace(assumed_host(None, shared=True), ram_tier_threads=2)
@@ -161,7 +161,7 @@ def test_seconds_of_larger_budgets_are_those_of_their_plans(applies):
         assert last == pytest.approx((elements * host.update + 2 * values * host.check) / 2)
 
 
-def test_updates_in_the_next_step_read_values_for_its_modules():
+def test_deferred_updates_read_values_for_modules_of_the_next_step():
     units = model()
     run = dataclasses.replace(run_of(units), gradients="ssd")
     names = run.gradient_bytes.keys()
@@ -195,7 +195,7 @@ def test_updates_in_the_next_step_read_values_for_its_modules():
     assert make_plan(deferring, budget=plan.all_in_ram).spared is None
 
 
-def test_what_is_streamed_is_in_ram_by_no_budget():
+def test_streamed_parameters_are_never_in_the_ram_tier():
     run = run_of(model())
     name = run.units[0].parameters[0]
     first = make_plan(dataclasses.replace(run, streamed={name}))
@@ -218,7 +218,7 @@ LOGGED = {torch.float32: 4 + 12 / 16, torch.bfloat16: 2 + 12 / 16}
     ("kind", "durability"), [(torch.optim.AdamW, "step"), (torch.optim.AdamW, "none"), (torch.optim.SGD, "none")]
 )
 @pytest.mark.parametrize("dtype", MOVED)
-def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
+def test_moved_bytes_fall_linearly_from_comfortable_to_all_in_ram(dtype, kind, durability):
     with torch.device("meta"):
         # The model has 124 M parameters. Most parameters are in blocks, as in large models.
         model = Language(25, WIDTH, 4096).to(dtype)
@@ -246,7 +246,7 @@ def test_bytes_of_a_step_at_six_budgets(dtype, kind, durability):
     assert log or plan.moved_bytes == 0
 
 
-def test_each_format_moves_what_it_says_within_the_same_budget():
+def test_each_state_format_writes_the_expected_bytes_per_element():
     width = 1024
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))).bfloat16()

@@ -27,7 +27,7 @@ from memascend.plan.spare import Spare
         ("9007199254740993e0", 9007199254740993),
     ],
 )
-def test_sizes(text, nbytes):
+def test_parse_bytes_accepts_numbers_and_text_with_units(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
@@ -35,7 +35,7 @@ NO_SIZES = ["", "8G", "GiB", "-1GiB", "1e", "e9", "1e-9", "1e999", "8 GiB 1", "n
 
 
 @pytest.mark.parametrize("text", [*NO_SIZES, float("nan"), float("inf"), float("-inf"), "٣GiB", "1.5.2GiB"])
-def test_what_is_no_size(text):
+def test_parse_bytes_error_shows_the_invalid_value(text):
     with pytest.raises(
         ConfigError, match=r'host_memory must be a number of bytes, or text such as "8GiB".*, not '
     ) as refused:
@@ -49,14 +49,14 @@ def test_sizes_are_at_least_a_byte(text):
         parse_bytes(text)
 
 
-def test_options_are_keywords_that_stay():
+def test_options_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().gradients = "ssd"
     with pytest.raises(TypeError):
         Options("somewhere")
 
 
-def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
+def test_options_convert_paths_sizes_and_unit_names(tmp_path, monkeypatch):
     options = Options(storage=tmp_path, host_memory="1 MiB", units=["a", "b"])
     assert (options.paths, options.host_bytes, options.unit_names) == ((str(tmp_path),), 1 << 20, ("a", "b"))
     assert Options(storage=[Path("/a"), "/b"]).paths == ("/a", "/b")
@@ -78,7 +78,7 @@ def test_the_form_that_is_worked_with(tmp_path, monkeypatch):
         {"existing": "replace"},
     ],
 )
-def test_what_goes_together(good):
+def test_options_accept_valid_combinations(good):
     """These combinations of options are valid."""
     Options(**good)
 
@@ -127,7 +127,7 @@ def test_what_goes_together(good):
         ({"units": "layers.0"}, "list of module names"),
     ],
 )
-def test_what_is_refused_says_what_works(wrong, says):
+def test_options_error_names_the_option_and_valid_values(wrong, says):
     with pytest.raises(ConfigError) as refused:
         Options(**wrong)
     said = str(refused.value)

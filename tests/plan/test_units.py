@@ -54,7 +54,7 @@ def holds_each_once(model, units):
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-def test_a_language_model(layers):
+def test_language_model_gives_embedding_block_head_and_rest_units(layers):
     model = Language(layers)
     units = holds_each_once(model, find_units(model))
     blocks = [f"layers.{index}" for index in range(layers)]
@@ -65,14 +65,14 @@ def test_a_language_model(layers):
     assert units["rest"].module is None
 
 
-def test_a_first_block_with_more_is_a_block_too():
+def test_first_block_with_an_extra_module_is_one_unit():
     model = Language(2, first=True)
     units = holds_each_once(model, find_units(model))
     assert "layers.0.bias" not in units
     assert "layers.0.bias.weight" in units["layers.0"].parameters
 
 
-def test_of_many_small_modules_only_some_stay_resident():
+def test_pinned_unit_takes_only_some_of_many_small_modules():
     model = Language(2)
     for index in range(60):
         model.add_module(f"norm{index}", nn.LayerNorm(32))
@@ -89,7 +89,7 @@ def test_tied_parameters_are_in_the_first_unit_and_used_again():
     assert not any(unit.again for name, unit in units.items() if name != "embedding")
 
 
-def test_the_head_is_last_where_the_model_says_what_it_is():
+def test_output_embeddings_are_the_last_unit():
     class Backwards(nn.Module):
         def __init__(self):
             super().__init__()
@@ -103,7 +103,7 @@ def test_the_head_is_last_where_the_model_says_what_it_is():
     assert list(holds_each_once(model, find_units(model)))[-1] == "head"
 
 
-def test_a_module_that_stands_twice_is_one_unit():
+def test_module_registered_under_two_names_is_one_unit():
     shared = Block(16)
     model = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 16), "c": shared})
     units = holds_each_once(model, find_units(model))
@@ -111,14 +111,14 @@ def test_a_module_that_stands_twice_is_one_unit():
     assert "c" not in {name.split(".")[0] for name in units}
 
 
-def test_stages_of_different_widths_give_their_blocks():
+def test_each_block_of_nested_stages_is_a_unit():
     stages = [nn.Sequential(*(Block(width) for _ in range(2))) for width in (32, 64)]
     model = nn.Sequential(nn.Linear(8, 32), nn.ModuleList(stages))
     units = holds_each_once(model, find_units(model))
     assert {"1.0.0", "1.0.1", "1.1.0", "1.1.1"} <= set(units)
 
 
-def test_two_towers_have_two_lists():
+def test_each_encoder_and_decoder_layer_is_a_unit():
     model = nn.Transformer(32, 2, 2, 2, 64, batch_first=True)
     units = holds_each_once(model, find_units(model))
     assert [name for name in units if name != "rest"] == [
@@ -140,12 +140,12 @@ def test_a_bound_divides_blocks_by_module():
     assert all(len({name.split(".")[0] for name in unit.parameters}) == 1 for unit in units.values())
 
 
-def test_what_one_module_owns_is_never_divided():
+def test_bytes_max_does_not_divide_a_single_module():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     assert [unit.nbytes for unit in find_units(model, bytes_max=4096)] == [20480, 20480]
 
 
-def test_a_user_says_what_travels_together():
+def test_units_option_sets_the_units():
     model = Language(3)
     units = holds_each_once(model, find_units(model, units=["layers", "norm"]))
     assert list(units) == ["rest", "embedding", "layers", "norm", "head"]
@@ -165,31 +165,31 @@ def test_a_user_says_what_travels_together():
         (["", "layers.0"], "read with one unit"),
     ],
 )
-def test_units_that_cannot_be(given, says):
+def test_invalid_units_option_is_rejected(given, says):
     with pytest.raises(ConfigError) as refused:
         find_units(Language(tied=True), units=given)
     assert says in str(refused.value)
 
 
-def test_names_do_not_collide():
+def test_unit_names_do_not_collide():
     model = nn.ModuleDict({"rest": nn.Linear(64, 64), "root": nn.Linear(64, 64), "norm": nn.LayerNorm(4)})
     model.register_parameter("large", nn.Parameter(torch.zeros(64, 64)))
     holds_each_once(model, find_units(model))
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.LSTM(8, 8, 2), nn.MultiheadAttention(8, 2)], ids=repr)
-def test_models_of_one_module(model):
+def test_units_of_a_single_module_hold_each_parameter_once(model):
     holds_each_once(model, find_units(model))
 
 
-def test_models_without_known_parameters():
+def test_model_without_parameters_or_with_lazy_ones_is_rejected():
     with pytest.raises(ConfigError, match="no parameters"):
         find_units(nn.ReLU())
     with pytest.raises(ConfigError, match="run one forward"):
         find_units(nn.LazyLinear(4))
 
 
-def test_frozen_parameters_travel_and_are_counted():
+def test_units_count_the_bytes_of_frozen_parameters():
     model = Language()
     model.layers[0].requires_grad_(requires_grad=False)
     model.layers[1].up.requires_grad_(requires_grad=False)
@@ -199,7 +199,7 @@ def test_frozen_parameters_travel_and_are_counted():
     assert units["layers.2"].frozen_bytes == 0
 
 
-def test_parameters_on_meta_and_empty_ones():
+def test_empty_parameter_of_a_meta_model_is_in_the_rest_unit():
     with torch.device("meta"):
         model = Language()
     model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
@@ -217,7 +217,7 @@ class Head(nn.Module):
         self.decoder.weight, self.decoder.bias = embedding.weight, self.bias
 
 
-def test_what_is_bound_around_what():
+def test_around_lists_the_units_of_enclosing_modules():
     """`around` lists the units of enclosing modules.
 
     While an inner module computes, the parameters of its enclosing modules, also tied ones, stay materialized.

@@ -55,18 +55,18 @@ def blocks(path, kind):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_every_fence_is_one_that_all_renderers_know(document):
+def test_code_fences_use_known_words_and_are_closed(document):
     fences = re.findall(r"^ *(?:```|~~~)(.*)$", document.read_text(), re.MULTILINE)
     assert set(fences) <= KINDS.keys()
     assert len(fences) % 2 == 0
 
 
-def test_what_does_not_run_here_runs_elsewhere():
+def test_pages_with_py_or_diff_blocks_have_a_test_in_run_elsewhere():
     assert {name(path) for path in PAGES if blocks(path, "py") or blocks(path, "diff")} == RUN_ELSEWHERE.keys()
     assert all((ROOT / "tests" / test).exists() for test in RUN_ELSEWHERE.values())
 
 
-# Leaves out README, because test_readmes_loop_trains_and_goes_on tests its snippet.
+# Leaves out README, because test_readme_loop_trains_and_its_second_run_takes_no_step tests its snippet.
 SNIPPETS = [
     pytest.param(body, id=f"{name(path)}-{number}")
     for path in PAGES[1:]
@@ -82,7 +82,7 @@ def test_a_snippet_runs(snippet, loaded, tmp_path, monkeypatch):
     loaded(snippet)
 
 
-def test_readmes_loop_trains_and_goes_on(loaded, tmp_path):
+def test_readme_loop_trains_and_its_second_run_takes_no_step(loaded, tmp_path):
     """Runs README's loop twice with a small model. The second run finds that all steps are done, and takes no step."""
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -124,7 +124,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_exists_and_takes_what_it_is_given(words, monkeypatch):
+def test_documented_command_exists_and_accepts_its_options(words, monkeypatch):
     command = importlib.import_module(f"memascend.cli.{words[0]}")
     taken = []
     monkeypatch.setattr(command, "run", lambda options: taken.append(options) or 0)
@@ -156,7 +156,7 @@ def test_every_command_runs_in_a_fresh_folder(path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_every_example_runs_as_it_says(example, tmp_path):
+def test_example_runs_with_the_commands_of_its_docstring(example, tmp_path):
     """Runs the commands of an example's docstring in a fresh folder.
 
     The test fails if the example itself warns.
@@ -197,7 +197,7 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_links_lead_somewhere(document):
+def test_link_targets_and_headings_exist(document):
     for link in re.findall(r"\]\(([^)\s]+)", document.read_text()):
         place, _, anchor = link.partition("#")
         if place.startswith((REPOSITORY, PICTURES)):
@@ -210,7 +210,7 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(target), f"{name(document)} links to {link}: no such heading"
 
 
-def test_readmes_links_work_from_a_package_index():
+def test_readme_links_are_absolute_https_urls():
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
     assert links
     assert all(link.startswith("https://") for link in links)
@@ -236,14 +236,14 @@ def test_the_site_has_every_page():
     assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
-def test_the_drawings_are_those_of_their_script(tmp_path):
+def test_drawings_equal_the_output_of_draw_py(tmp_path):
     drawn = runpy.run_path(str(ROOT / "docs/drawings/draw.py"))
     for which in ("places", "step", "commit"):
         drawn[which]().save(tmp_path / f"{which}.svg")
         assert (tmp_path / f"{which}.svg").read_bytes() == (ROOT / f"docs/drawings/{which}.svg").read_bytes()
 
 
-def test_the_recorded_terminal_is_of_its_script():
+def test_recorded_terminal_shows_the_commands_of_terminal_py():
     """If you change the commands in docs/drawings/terminal.py, record the terminal again."""
     script = runpy.run_path(str(ROOT / "docs/drawings/terminal.py"))
     drawing = (ROOT / "docs/drawings/terminal.svg").read_text()

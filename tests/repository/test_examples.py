@@ -35,7 +35,7 @@ def losses(output):
     return re.findall(r"step (\d+): loss (\S+)", output)
 
 
-def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
+def test_plain_loop_resumes_with_the_same_losses_and_weights(run, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     whole = losses(run("plain_loop.py", *TINY, "--steps", 5, "--storage", tmp_path / "one"))
@@ -46,7 +46,7 @@ def test_plain_loop_goes_on_where_it_ended(run, tmp_path):
     assert (tmp_path / "one/weights.pt").read_bytes() == (tmp_path / "two/weights.pt").read_bytes()
 
 
-def test_plain_loop_on_a_file(run, tmp_path):
+def test_plain_loop_writes_weights_next_to_a_store_file(run, tmp_path):
     """If the storage path does not exist, the store is a file, and the weights are written to a file next to it."""
     store = tmp_path / "store"
     out = run("plain_loop.py", *TINY, "--steps", 1, "--storage", store)
@@ -57,7 +57,7 @@ def test_plain_loop_on_a_file(run, tmp_path):
     assert all(value.isfinite().all() for value in torch.load(weights).values())
 
 
-def test_trainer(run, small, tmp_path):
+def test_hf_trainer_saves_the_model_and_its_second_run_takes_no_step(run, small, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     options = (*small[:2], "--data", write_text(tmp_path), *small[4:], "--steps", 4, "--output", tmp_path / "trained")
@@ -78,7 +78,7 @@ def test_trainer(run, small, tmp_path):
     assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
 
 
-def test_lora(run, small, tmp_path):
+def test_lora_saves_trained_adapters_and_writes_frozen_values_once(run, small, tmp_path):
     pytest.importorskip("peft")
     from safetensors.torch import load_file
     from support.small_folder import write_rows
@@ -103,7 +103,7 @@ def size(shown):
     return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(unit)
 
 
-def test_mixture_of_experts_goes_on_where_it_ended(run, tmp_path):
+def test_mixture_of_experts_resumes_and_saves_separate_experts(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     run("small_model.py", tmp_path, *TINY, "--kind", "mixtral", "--vocabulary", 300, "--rows", 4)
     given = ("--model", tmp_path / "model", "--data", write_text(tmp_path), "--storage", tmp_path / "store")
@@ -147,7 +147,7 @@ def small(tmp_path):
     return ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", "--storage", tmp_path / "store")
 
 
-def test_finetune_goes_on_where_it_ended(run, small, tmp_path, monkeypatch):
+def test_interrupted_finetune_resumes_with_the_same_losses_and_weights(run, small, tmp_path, monkeypatch):
     import transformers
 
     more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
@@ -186,7 +186,7 @@ def test_finetune_leaves_out_rows_whose_answers_are_cut_off(run, small, tmp_path
     assert [step for step, _ in losses(found)] == list("12")
 
 
-def test_small_model(run, tmp_path):
+def test_small_model_writes_a_loadable_model_and_training_data(run, tmp_path):
     """small_model.py makes the files that README's commands use.
 
     The files are a model that from_pretrained() loads, and training data.

@@ -27,7 +27,7 @@ assert "libcuda" not in Path("/proc/self/maps").read_text()
     )
 
 
-def test_memory_needs_no_torch_until_there_is_a_tensor(python):
+def test_lease_needs_no_torch_and_its_tensor_no_triton_or_cuda(python):
     python(
         """
 import sys
@@ -41,7 +41,7 @@ assert "triton" not in sys.modules and not torch.cuda.is_initialized()
     )
 
 
-def test_every_public_name_is_there(loaded):
+def test_every_public_name_and_error_is_importable_from_memascend(loaded):
     loaded(
         """
 import memascend
@@ -64,7 +64,7 @@ else:
     )
 
 
-def test_the_function_stays_where_its_module_was_imported_first(loaded):
+def test_memascend_offload_is_the_function_after_its_module_is_imported(loaded):
     loaded(
         "from memascend.session.offload import offload; import memascend;"
         "assert memascend.offload is offload and callable(memascend.offload);"
@@ -86,7 +86,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "also"), ERRORS)
-def test_an_error_is_what_users_catch_and_survives_pickling(error, also):
+def test_error_has_a_builtin_base_class_and_survives_pickling(error, also):
     assert isinstance(error, also)
     assert isinstance(error, memascend.MemascendError)
     copy = pickle.loads(pickle.dumps(error))
@@ -106,7 +106,7 @@ import memascend
 """
 
 
-def test_a_training_its_checkpoint_its_resume_and_memory_of_a_device(python, tmp_path):
+def test_training_resume_and_checkpoints_work_without_numpy(python, tmp_path):
     python(
         WITHOUT
         + """
@@ -148,7 +148,7 @@ class Owner:
     """An owner of memory. A weak reference to the owner shows when Python frees the owner."""
 
 
-def test_the_owner_lives_as_long_as_the_last_view():
+def test_lent_tensor_frees_its_owner_with_the_last_view():
     there = torch.zeros(64, dtype=torch.uint8)
     owner = Owner()
     gone = weakref.ref(owner)
@@ -167,7 +167,7 @@ def test_the_owner_lives_as_long_as_the_last_view():
     assert gone() is None
 
 
-def test_an_owner_that_nobody_takes_in_goes():
+def test_unused_dlpack_capsule_frees_its_owner():
     owner = Owner()
     gone = weakref.ref(owner)
     capsule = tensors._core.dlpack(0x1000, 32, 1, 0, owner)
@@ -177,7 +177,7 @@ def test_an_owner_that_nobody_takes_in_goes():
     assert gone() is None
 
 
-def test_a_lent_tensor_at_the_end_of_the_interpreter(loaded):
+def test_freeing_a_lent_tensor_at_interpreter_exit_does_not_crash(loaded):
     """When the interpreter exits, freeing the tensor does not touch its owner."""
     program = """
 import torch
@@ -193,7 +193,7 @@ torch.kept = one
 
 
 @pytest.mark.gpu
-def test_memory_of_a_gpu():
+def test_lent_tensor_reads_gpu_memory_at_its_address():
     device = torch.device("cuda", torch.cuda.current_device())
     there = torch.arange(64, dtype=torch.uint8, device=device)
     lent = tensors.lent(there.data_ptr() + 16, 8, device, there)

@@ -66,7 +66,7 @@ def crates():
     return {package["name"]: package for package in json.loads(metadata.stdout)["packages"]}
 
 
-def test_crates_depend_on_what_their_layer_may_know():
+def test_crates_depend_only_on_allowed_crates():
     found = crates()
     assert set(found) == set(CRATES)
     for name, package in found.items():
@@ -125,7 +125,7 @@ def room_of(module):
 
 
 @pytest.mark.parametrize("module", PYTHON)
-def test_a_room_imports_what_its_row_allows(module):
+def test_modules_import_only_packages_that_architecture_md_allows(module):
     room = room_of(module)
     if not room:
         return
@@ -140,7 +140,7 @@ def test_a_room_imports_what_its_row_allows(module):
             assert other == room or not imported.split(".")[-1].startswith("_"), f"{imported} is private to {other}"
 
 
-def test_rooms_and_modules_have_no_cycle():
+def test_imports_of_packages_and_modules_have_no_cycle():
     # If `rows` found no packages, the search for a cycle between packages would find none.
     assert len(ROOMS) > 12
     assert cycle({**ROOMS, **GROUND}) is None
@@ -171,11 +171,11 @@ def cycle(arrows):
     return next((found for name in sorted(arrows) if (found := visit(name))), None)
 
 
-def test_a_cycle_is_found():
+def test_cycle_returns_the_cycle_of_a_graph_or_none():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
-def test_no_rust_file_is_a_drawer():
+def test_no_source_file_has_a_name_like_util_or_common():
     for path in [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "python").rglob("*.py")]:
         assert not re.search(r"util|common|helper|misc|_v\d", path.stem), f"{path.name} must be named after its subject"

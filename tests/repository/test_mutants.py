@@ -9,7 +9,7 @@ from mutants.faults import ROOT, faults, problems
 FAULTS = faults()
 
 
-def test_all_of_them_apply():
+def test_every_fault_applies_to_the_code():
     assert list(problems(FAULTS, ROOT)) == []
     assert len(FAULTS) > 150
 
@@ -19,7 +19,7 @@ def functions(paths):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_what_it_makes_is_python_and_its_tests_are_there(fault):
+def test_fault_leaves_python_parsable_and_its_tests_exist(fault):
     source = ROOT / fault.file
     if source.suffix == ".py":
         ast.parse(fault.applied(source.read_text()))

@@ -65,7 +65,7 @@ def sdist(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
+def test_zig_wheel_is_manylinux_abi3_and_links_the_system_unwinder(tmp_path):
     """Builds the wheel as `make wheel` does, with zig as the compiler."""
     maturin("build", "--zig", "--compatibility", "manylinux_2_28", "--out", tmp_path)
     (wheel,) = tmp_path.iterdir()
@@ -76,7 +76,7 @@ def test_the_wheel_for_users_fits_any_linux_and_any_python(tmp_path):
         assert b"libgcc_s.so.1\0" in archive.read("memascend/_core.abi3.so")
 
 
-def test_the_wheel_holds_everything_and_nothing_else(wheel):
+def test_wheel_contains_exactly_the_package_kernels_and_license(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         sizes = {info.filename: info.file_size for info in archive.infolist()}
@@ -91,7 +91,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     assert sizes["memascend/_core.abi3.so"] < 8 << 20
 
 
-def test_the_sdist_holds_what_a_build_needs(sdist):
+def test_sdist_contains_build_inputs_and_no_tests(sdist):
     with tarfile.open(sdist) as archive:
         names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
     crates = {str(path.relative_to(ROOT)) for path in (ROOT / "rust").rglob("src/*.rs") if "fuzz" not in path.parts}
@@ -102,7 +102,7 @@ def test_the_sdist_holds_what_a_build_needs(sdist):
 
 
 @pytest.mark.slow
-def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
+def test_wheel_built_from_the_sdist_has_the_same_files(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
@@ -163,18 +163,18 @@ with optimizer:
 """
 
 
-def test_the_wheel_works_in_a_bare_environment(bare, tmp_path):
+def test_wheel_trains_in_a_bare_environment(bare, tmp_path):
     assert str(bare.parent.parent) in run(bare, "-c", BARE, cwd=tmp_path)
 
 
 @pytest.mark.slow
-def test_its_commands_work_in_a_bare_environment(bare, tmp_path):
+def test_wheel_commands_doctor_and_demo_run_in_a_bare_environment(bare, tmp_path):
     report = json.loads(run(bare.parent / "memascend", "doctor", "--json", cwd=tmp_path))
     assert report["ok"] is True
     run(bare, "-m", "memascend", "demo", "--steps", "6", cwd=tmp_path)
 
 
-def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
+def test_make_wheel_installs_only_maturin_and_ziglang():
     said = run("make", "-n", "-B", "wheel", cwd=ROOT, timeout=60)
     assert ".venv-wheel/bin/maturin build --zig" in said
     assert "uv pip" not in said
@@ -186,7 +186,7 @@ def test_a_wheel_needs_two_tools_and_not_the_whole_environment():
     assert tools.count("--hash=") > 2
 
 
-def test_a_release_is_called_as_the_wheel_is_and_has_notes():
+def test_make_version_and_notes_print_wheel_version_and_newest_notes():
     """`make version` prints the version of the wheel. `make notes` prints the newest section of the changelog."""
     version, notes = (run("make", "--silent", word, cwd=ROOT, timeout=60) for word in ("version", "notes"))
     version = version.strip()
@@ -197,7 +197,7 @@ def test_a_release_is_called_as_the_wheel_is_and_has_notes():
     assert notes.split() == section.split()
 
 
-def test_workflows_and_forms_are_yaml():
+def test_github_files_are_yaml_and_name_executable_ci_scripts():
     """Tests only the syntax. In `make lint`, zizmor checks the schemas of workflows."""
     yaml = pytest.importorskip("yaml")
     files = sorted((ROOT / ".github").rglob("*.yml"))

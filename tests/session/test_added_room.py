@@ -65,7 +65,7 @@ def wanted():
     return model.state_dict()
 
 
-def test_room_is_made_where_nobody_gave_a_budget(tmp_path, caplog, wanted):
+def test_step_without_a_given_budget_gets_the_missing_memory(tmp_path, caplog, wanted):
     """Without a budget from the user, a step gets the missing memory.
 
     The library logs the added memory and adds it to the plan.
@@ -85,7 +85,7 @@ def test_room_is_made_where_nobody_gave_a_budget(tmp_path, caplog, wanted):
 
 
 @pytest.mark.gpu
-def test_room_is_made_on_a_device(tmp_path, caplog):
+def test_step_without_a_given_device_budget_gets_device_memory(tmp_path, caplog):
     model, optimizer = made(tmp_path, device="cuda", host_memory="1GiB")
     with optimizer, caplog.at_level("WARNING", logger="memascend"):
         before = optimizer.plan
@@ -101,7 +101,7 @@ def test_room_is_made_on_a_device(tmp_path, caplog):
 
 
 @pytest.mark.gpu
-def test_a_device_that_is_full_says_so(tmp_path, monkeypatch):
+def test_full_device_raises_memory_limit_error_and_step_can_be_repeated(tmp_path, monkeypatch):
     """If the device has no memory for a unit, the step raises an error.
 
     Once memory is free, the step can be repeated.
@@ -123,7 +123,7 @@ def test_a_device_that_is_full_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_budget_given_for_a_device_is_kept(tmp_path):
+def test_step_over_a_given_device_budget_raises_budget_error(tmp_path):
     with made(tmp_path / "one", device="cuda")[1] as optimizer:
         budget = optimizer.plan.device_smallest
     model, optimizer = made(tmp_path / "two", device="cuda", device_memory=budget)
@@ -132,7 +132,7 @@ def test_a_budget_given_for_a_device_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_a_given_budget_is_kept_and_the_one_that_the_error_names_works(tmp_path, gradients, wanted):
+def test_budget_error_of_a_step_names_a_sufficient_host_memory(tmp_path, gradients, wanted):
     with made(tmp_path / "one", gradients=gradients)[1] as optimizer:
         budget = optimizer.plan.smallest
     model, optimizer = made(tmp_path / "two", gradients=gradients, host_memory=budget)

@@ -81,7 +81,7 @@ def accepted(model, optimizer, folder):
 
 
 @pytest.mark.parametrize("way", ALIASES)
-def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
+def test_offload_rejects_an_alias_of_a_weight_until_it_is_deleted(tmp_path, way):
     model = chain(3)
     kept = ALIASES[way](model)
     optimizer = sgd(model)
@@ -96,7 +96,7 @@ def test_an_alias_of_a_weight_is_refused_and_gone_it_is_not(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", ["parameter", "buffer"])
-def test_parts_of_a_model_that_share_memory_are_refused(tmp_path, way):
+def test_offload_rejects_parameters_and_buffers_that_share_memory(tmp_path, way):
     model = chain()
     if way == "parameter":
         model[1].weight.data = model[0].weight.data
@@ -116,7 +116,7 @@ class Transposed(nn.Module):
         return self.layer(x) @ self.turned[:]
 
 
-def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
+def test_offload_error_names_the_attribute_that_holds_a_view_of_a_weight(tmp_path):
     model = nn.Sequential(Transposed(), nn.Linear(WIDTH, WIDTH))
     refused(
         model, sgd(model), tmp_path, r"0\.layer\.weight shares memory with the attribute 'turned' of 0 \(Transposed"
@@ -127,7 +127,7 @@ def test_a_view_in_an_attribute_is_refused_with_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
-def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
+def test_offload_rejects_a_frozen_weight_exported_by_dlpack(tmp_path, export):
     """DLPack keeps the parameter itself alive. DLPack makes no second tensor that shares the parameter's memory."""
     model = chain(3)
     model[0].requires_grad_(False)
@@ -137,7 +137,7 @@ def test_an_exported_weight_that_is_frozen_is_refused(tmp_path, export):
     memascend.offload(model, optimizer, storage=tmp_path / "run.store")[1].close()
 
 
-def test_what_is_garbage_holds_nothing(tmp_path):
+def test_offload_accepts_a_weight_whose_view_is_in_a_garbage_cycle(tmp_path):
     model = chain()
     cycle = [view := model[0].weight.data]
     cycle.append(cycle)
@@ -184,7 +184,7 @@ HARMLESS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", HARMLESS)
-def test_what_holds_no_values_is_not_refused(tmp_path, way):
+def test_offload_accepts_weights_after_uses_that_keep_no_alias(tmp_path, way):
     model = chain(3)
     make = HARMLESS[way]
     kept = of_files(tmp_path, model, make) if make in (load_file, torch.load) else make(model)
@@ -195,7 +195,7 @@ def test_what_holds_no_values_is_not_refused(tmp_path, way):
 
 
 @pytest.mark.parametrize("way", ["deep copy", "state dict"])
-def test_a_copy_of_an_offloaded_model_is_taken_and_what_reaches_it_is_counted(tmp_path, way):
+def test_offload_accepts_a_copy_of_an_offloaded_model_unless_aliased(tmp_path, way):
     made = chain()
     first, ours = memascend.offload(made, sgd(made), storage=tmp_path / "first.store")
     (tmp_path / "second").mkdir()
@@ -229,7 +229,7 @@ HELD_STATE = {
 
 
 @pytest.mark.parametrize("way", HELD_STATE)
-def test_state_that_is_held_is_refused_and_gone_it_is_not(tmp_path, way):
+def test_offload_rejects_an_alias_of_optimizer_state_until_it_is_deleted(tmp_path, way):
     model, optimizer = trained()
     kept = HELD_STATE[way](optimizer, model[0].weight)
     refused(model, optimizer, tmp_path, "optimizer's state.*0.weight")
@@ -237,7 +237,7 @@ def test_state_that_is_held_is_refused_and_gone_it_is_not(tmp_path, way):
     accepted(model, optimizer, tmp_path)
 
 
-def test_what_users_keep_of_the_state_says_where_its_values_are(tmp_path):
+def test_use_of_optimizer_state_kept_from_before_offload_raises(tmp_path):
     model, optimizer = trained()
     given = trained()[1].state_dict()
     optimizer.load_state_dict(given)

@@ -48,7 +48,7 @@ class Codebook(Counting):
 
 
 @pytest.mark.parametrize(("kind", "is_replaced"), [(Counting, True), (Codebook, False)])
-def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, kind, is_replaced):
+def test_step_commits_a_buffer_changed_in_place_or_replaced(tmp_path, kind, is_replaced):
     model, optimizer = offloaded(tmp_path / "s", kind())
     for index in range(3):
         step(model, optimizer)
@@ -64,7 +64,7 @@ def test_a_buffer_is_committed_as_it_is_at_each_step(tmp_path, kind, is_replaced
         assert torch.equal(model.seen, wanted)
 
 
-def test_a_buffer_of_a_step_that_failed_is_committed_with_the_next_one(tmp_path):
+def test_buffer_of_a_failed_step_is_committed_by_the_next_step(tmp_path):
     model, optimizer = offloaded(tmp_path / "s", Codebook())
     step(model, optimizer)
     model.seen += 1
@@ -87,7 +87,7 @@ def normed():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path):
+def test_deleted_buffer_keeps_its_committed_value(tmp_path):
     """Steps, loads and close() work after code has deleted a buffer.
 
     Permanent pruning, for example, deletes its mask.
@@ -112,7 +112,7 @@ def test_a_buffer_that_the_model_has_no_more_stays_as_it_was_committed(tmp_path)
 
 
 @pytest.mark.parametrize(("change", "gradients"), [("dtype", "fused"), ("shape in place", "ssd")])
-def test_a_buffer_of_another_kind_is_refused_before_the_step_and_put_back(tmp_path, change, gradients):
+def test_step_rejects_a_buffer_of_changed_dtype_or_shape_until_set_back(tmp_path, change, gradients):
     model, optimizer = offloaded(tmp_path / "s", normed(), gradients=gradients)
     with optimizer:
         norm = model[1]
@@ -143,7 +143,7 @@ def statistics(model):
 
 
 @pytest.mark.parametrize(("durability", "resumes"), [("step", True), ("none", False)])
-def test_buffers_that_change_after_the_last_step_are_saved_and_kept(tmp_path, durability, resumes):
+def test_save_and_close_keep_buffers_changed_after_the_last_step(tmp_path, durability, resumes):
     options = {"storage": tmp_path / "s", "durability": durability}
     model, optimizer = offloaded(model=normed(), **options)
     step(model, optimizer)
@@ -183,7 +183,7 @@ def test_a_rejected_resume_leaves_the_buffers_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("existing", ["refuse", "resume", "previous"])
-def test_a_call_that_fails_when_it_reserves_the_log_changes_nothing(tmp_path, monkeypatch, existing):
+def test_offload_that_fails_to_reserve_the_log_can_be_repeated(tmp_path, monkeypatch, existing):
     """offload() reserves the log before it offloads the parameters. If this fails, the call can be repeated."""
     if existing != "refuse":
         trained, optimizer = offloaded(tmp_path / "s", normed())
@@ -211,7 +211,7 @@ def test_a_call_that_fails_when_it_reserves_the_log_changes_nothing(tmp_path, mo
         step(model, optimizer)
 
 
-def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
+def test_close_does_not_commit_buffers_of_an_uncommitted_step(tmp_path):
     """A resume repeats a step that was not committed, so close() must not keep the buffers that this step changed."""
     model, optimizer = offloaded(tmp_path / "s", normed())
     step(model, optimizer)
@@ -228,7 +228,7 @@ def test_buffers_of_a_step_that_was_not_made_are_not_kept(tmp_path):
         optimizer.close()
 
 
-def test_close_keeps_the_way_back_from_a_step_that_is_not_finite(tmp_path):
+def test_close_after_a_nonfinite_step_keeps_the_previous_commit(tmp_path):
     """close() makes no commit here, because a commit would replace step 1, which existing="previous" opens."""
     options = {"gradients": "fused", "storage": tmp_path / "s"}
     model, optimizer = offloaded(model=normed(), **options)
@@ -275,7 +275,7 @@ def test_a_step_that_was_interrupted_after_its_commit_is_committed(tmp_path, gra
         require_same(plain, model)
 
 
-def test_an_update_that_could_not_begin_is_no_part_of_the_next_step(tmp_path, monkeypatch):
+def test_repeated_step_after_an_interrupted_update_equals_torch(tmp_path, monkeypatch):
     plain, theirs, model, optimizer = twins(tmp_path, "ssd")
     begin, calls = rules._Rule.update, []
 
@@ -301,7 +301,7 @@ def edited(model, optimizer):
         weight.mul_(2)
 
 
-def test_a_commit_that_failed_counts_for_no_loss_scale_and_ends_no_blocks(tmp_path):
+def test_failed_commit_changes_neither_loss_scale_nor_count_of_edits(tmp_path):
     model, optimizer = offloaded(tmp_path / "store", chain(dtype=torch.float16))
     error = memascend.StorageError("no room")
     with optimizer:
@@ -406,11 +406,11 @@ def goes_on(tmp_path, way, gradients, lines, functions=None):
 @pytest.mark.parametrize(
     ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
 )
-def test_after_an_interrupt_at_any_line_the_next_step_is_as_in_memory(tmp_path, first, way, gradients):
+def test_step_after_an_interrupted_backward_equals_torch(tmp_path, first, way, gradients):
     assert goes_on(tmp_path, way, gradients, itertools.count(first, STRIDE)) > 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_line_of_materializing_leaves_nothing_half_done(tmp_path):
+def test_step_after_an_interrupted_materialization_equals_torch(tmp_path):
     materializing = {"count", "_bring", "materialize", "offload", "_make_placeholders"}
     assert goes_on(tmp_path, "each", "fused", itertools.count(1), materializing) > 50

@@ -69,7 +69,7 @@ def asked(model, optimizer, folder):
 @pytest.mark.parametrize(
     ("when", "host_memory"), [("idle", None), ("idle", "64MiB"), ("staged", "64MiB"), ("loaded", None)]
 )
-def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
+def test_calls_in_a_forked_child_raise_and_the_parent_step_continues(tmp_path, when, host_memory):
     model, optimizer = begun(tmp_path, host_memory)
     with optimizer:
         expected = values(model)
@@ -88,7 +88,7 @@ def test_a_child_is_refused_and_the_step_goes_on(tmp_path, when, host_memory):
         step(model, optimizer)
 
 
-def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
+def test_child_forked_while_a_thread_trains_does_not_deadlock(tmp_path):
     """A thread of the parent may hold locks at the fork.
 
     The child has no such thread, so it must not wait for locks.
@@ -112,7 +112,7 @@ def test_a_child_of_a_thread_that_trains_does_not_wait(tmp_path):
         step(model, optimizer)
 
 
-def test_a_child_that_goes_to_the_end_of_the_interpreter(tmp_path, loaded):
+def test_forked_child_exits_without_output_or_commit(tmp_path, loaded):
     """A child that exits prints nothing and commits nothing, because the run belongs to the parent process."""
     program = """if True:
         import os, sys, torch, memascend
@@ -145,7 +145,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_child_writes_is_its_own(tmp_path, way):
+def test_writes_of_a_forked_child_do_not_reach_the_parent(tmp_path, way):
     model, optimizer = begun(tmp_path)
     expected = values(model)
     computed = model(batch()).detach()
@@ -169,7 +169,7 @@ def test_what_a_child_writes_is_its_own(tmp_path, way):
     optimizer.close()
 
 
-def test_a_child_keeps_what_its_parent_lets_go(tmp_path):
+def test_forked_child_reads_a_state_dict_that_its_parent_has_dropped(tmp_path):
     model, optimizer = begun(tmp_path)
     state = model.state_dict()
     before = values(model)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from memascend import UsageError
 
 
-def test_a_gradient_that_was_dropped_never_reads_as_the_next_one(tmp_path):
+def test_use_of_a_gradient_dropped_by_zero_grad_raises(tmp_path):
     *_, model, optimizer = twins(tmp_path)
     with optimizer:
         loss_of(model).backward()
@@ -28,7 +28,7 @@ def test_a_gradient_that_was_dropped_never_reads_as_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_an_alias_of_a_gradient_is_that_gradient(tmp_path, gradients):
+def test_step_accepts_a_detached_alias_of_a_gradient(tmp_path, gradients):
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
     with optimizer:
         for one, opt in ((plain, theirs), (model, optimizer)):
@@ -42,7 +42,7 @@ def test_an_alias_of_a_gradient_is_that_gradient(tmp_path, gradients):
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("gradients", ["ssd", "fused", "ram"])
-def test_a_gradient_with_a_graph_is_exact_in_memory_and_else_refused(tmp_path, gradients):
+def test_create_graph_equals_torch_with_ram_gradients_and_else_raises(tmp_path, gradients):
     plain, theirs, model, optimizer = twins(tmp_path, gradients)
 
     def penalised(one, opt):
@@ -72,7 +72,7 @@ def flat_views(model, flat):
     ("gradients", "way"),
     [("ssd", "scaled"), ("fused", "accumulated"), ("auto", "accumulated"), ("ram", "scaled"), ("ssd", "assigned anew")],
 )
-def test_gradients_that_are_views_of_one_buffer_are_that_buffer(tmp_path, gradients, way):
+def test_step_with_gradients_as_views_of_one_buffer_equals_torch(tmp_path, gradients, way):
     """Before step(), reading the buffer returns the gradients.
 
     step() uses the values that the loop wrote to the buffer.
@@ -117,7 +117,7 @@ class Flat(torch.nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "fused"])
-def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_path, gradients):
+def test_step_rejects_writes_to_the_gradient_argument_of_backward(tmp_path, gradients):
     """If the model were in memory, the weight's gradient would be a view of the tensor that backward() gets."""
     model, optimizer = offloaded(tmp_path / "s", Flat(), torch.optim.SGD, gradients=gradients)
     with optimizer:
@@ -135,7 +135,7 @@ def test_memory_given_to_backward_that_is_written_to_before_step_is_refused(tmp_
         assert optimizer.steps == 2
 
 
-def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
+def test_gradient_hook_that_returns_a_value_raises_torchs_error(tmp_path):
     """Autograd passes the result of the user's hook to the next hook, which may be a hook of memascend."""
     model = chain()
     model[1].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad)
@@ -147,7 +147,7 @@ def test_a_hook_that_returns_something_gets_torchs_own_error(tmp_path):
 # --- gradients that arrive in several pieces --------------------------------------------------
 
 
-def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
+def test_autograd_grad_through_a_checkpoint_counts_as_no_backward(tmp_path):
     plain, theirs, model, optimizer = twins(tmp_path, "fused", accumulation_steps=2)
     with optimizer:
         for one, opt in ((plain, theirs), (model, optimizer)):
@@ -165,7 +165,7 @@ def test_autograd_grad_through_a_checkpoint_is_no_backward(tmp_path):
     [("own", "fused"), ("own", "ssd"), ("first", "fused"), ("last", "auto"), ("last", "fused"), ("twice", "fused"),
      ("touched", "fused"), ("touched", "ssd")],
 )  # fmt: skip
-def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way, gradients):
+def test_nested_backward_on_the_same_weight_equals_torch(tmp_path, way, gradients):
     """The outer backward adds to the gradient of a weight, and so does the inner backward. Either may come first.
 
     "own" uses a checkpoint function that is not from torch.
@@ -191,7 +191,7 @@ def test_a_weight_inside_and_outside_of_a_backward_within_another(tmp_path, way,
     require_same_training(*twins(tmp_path, gradients), of=forward)
 
 
-def test_a_step_after_a_step_with_a_new_gradient_for_one(tmp_path):
+def test_second_step_with_one_new_gradient_requires_zero_grad(tmp_path):
     *_, model, optimizer = twins(tmp_path, "fused")
     with optimizer:
         loss_of(model).backward()

@@ -36,7 +36,7 @@ REFUSED = (
         (lambda one: one.param_groups.pop(), "fused"),
     ],
 )
-def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
+def test_step_rejects_parameter_groups_changed_after_offload(tmp_path, change, gradients):
     model = chain(4, bias=True)
     original = torch.optim.AdamW(two_groups(model))
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
@@ -62,7 +62,7 @@ def test_groups_with_other_parameters_are_refused(tmp_path, change, gradients):
         assert optimizer.steps == 2
 
 
-def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
+def test_step_hooks_of_both_optimizers_run_once_per_step(tmp_path):
     model, heard = chain(4, bias=True), []
     original = torch.optim.AdamW(model.parameters())
     original.register_step_pre_hook(lambda *_: heard.append("before"))
@@ -78,7 +78,7 @@ def test_hooks_of_steps_are_heard_once_a_step_whoever_has_them(tmp_path):
     assert heard == ["before", "later", "after", "ours", "before", "after", "ours"]
 
 
-def test_a_step_that_was_replaced_on_the_object_is_refused(tmp_path):
+def test_offload_rejects_an_optimizer_object_whose_step_was_replaced(tmp_path):
     model = chain(4, bias=True)
     original = torch.optim.AdamW(model.parameters())
     # A scheduler also replaces `step`, but by a wrapper that calls the `step` of the class. offload() accepts this
@@ -133,7 +133,7 @@ MOVED = {
         ("checkpoint", as_one),
     ],
 )
-def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, groups, start):
+def test_resume_and_checkpoint_reject_groups_of_other_parameters(tmp_path, groups, start):
     model = chain(4, bias=True)
     model, optimizer = memascend.offload(model, torch.optim.AdamW(two_groups(model)), storage=tmp_path / "s")
     step(model, optimizer)
@@ -156,7 +156,7 @@ def test_stored_options_are_refused_for_groups_of_other_parameters(tmp_path, gro
     optimizer.close()
 
 
-def test_another_order_within_the_groups_is_taken(tmp_path):
+def test_resume_accepts_another_parameter_order_within_groups(tmp_path):
     def turned(model):
         return [{**group, "params": group["params"][::-1]} for group in two_groups(model)]
 
@@ -181,7 +181,7 @@ def begun(folder, steps=1, **options):
 
 
 @pytest.mark.parametrize("whose", ["returned", "original"])
-def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
+def test_optimizer_state_is_empty_and_its_errors_name_state_of(tmp_path, whose):
     model, optimizer, original = begun(tmp_path)
     with optimizer:
         state = (optimizer if whose == "returned" else original).state
@@ -205,7 +205,7 @@ def test_it_has_no_items_and_says_where_state_is_read(tmp_path, whose):
         state[weight]
 
 
-def test_the_original_gives_no_state_dict(tmp_path):
+def test_state_dict_calls_of_the_original_optimizer_raise(tmp_path):
     _, optimizer, original = begun(tmp_path)
     with optimizer:
         for ask in (original.state_dict, lambda: original.load_state_dict(optimizer.state_dict())):
@@ -214,7 +214,7 @@ def test_the_original_gives_no_state_dict(tmp_path):
     assert not original.state
 
 
-def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
+def test_load_state_dict_of_the_current_step_sets_the_options(tmp_path):
     model, optimizer, original = begun(tmp_path)
     group = optimizer.param_groups[0]
     state = optimizer.state_dict()
@@ -240,7 +240,7 @@ def test_a_state_dict_of_the_present_position_sets_the_options(tmp_path):
 
 
 @pytest.mark.parametrize("of", ["an older step", "a newer step", "another store", "torch", "other groups"])
-def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_path, of):
+def test_load_state_dict_rejects_another_step_store_or_groups(tmp_path, of):
     model, optimizer, _ = begun(tmp_path)
     with optimizer:
         state = optimizer.state_dict()
@@ -272,7 +272,7 @@ def test_a_state_dict_of_another_position_is_refused_and_nothing_changes(tmp_pat
         step(model, optimizer)
 
 
-def test_state_and_checkpoints_of_bf16_under_a_default_device(tmp_path):
+def test_state_of_and_save_ignore_the_default_device(tmp_path):
     model, optimizer = offloaded(tmp_path / "run.store", chain(1, dtype=torch.bfloat16), device="cpu")
     with optimizer:
         step(model, optimizer)

@@ -28,7 +28,7 @@ def mode_of(path):
 # --- empty files, and places without files ------------------------------------------------------------------
 
 
-def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
+def test_resume_rejects_an_empty_or_zeroed_store_file(tmp_path):
     """Also tests that offload() raises in file systems of the kernel, such as /proc, where no store can be created."""
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path)
@@ -54,7 +54,7 @@ def test_resume_from_an_empty_file_begins_no_other_run(tmp_path):
 # --- a store before its first commit -----------------------------------------------------------------------
 
 
-def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypatch):
+def test_failed_offload_deletes_the_unfinished_store_and_its_folder(tmp_path, monkeypatch):
     folder = tmp_path / "runs"
 
     def failing(*_, **__):
@@ -70,7 +70,7 @@ def test_a_call_that_fails_takes_the_unfinished_store_with_it(tmp_path, monkeypa
 # --- owner and permissions -------------------------------------------------------------------------------
 
 
-def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
+def test_create_and_open_set_the_mode_of_a_store_file_to_0600(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.touch()
     link.symlink_to(target)
@@ -94,7 +94,7 @@ def test_a_store_is_its_owners_alone_whatever_was_there(tmp_path):
 
 
 @pytest.mark.root
-def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
+def test_replacing_a_store_file_of_another_user_is_rejected(tmp_path):
     path = tmp_path / "store"
     filled(path, records()).close()
     os.chown(path, 1000, 1000)
@@ -114,7 +114,7 @@ def test_a_file_of_somebody_else_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_what_is_no_file_is_refused_by_name(tmp_path):
+def test_store_path_to_a_pipe_or_a_dangling_link_is_rejected(tmp_path):
     # A usual open() of this pipe would block forever, because no process opens the other end of the pipe.
     os.mkfifo(tmp_path / "pipe")
     for opening in (
@@ -132,7 +132,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path):
 # --- the meaning of a path ---------------------------------------------------------------------------------
 
 
-def test_a_path_that_ends_in_a_slash_is_a_folder_that_is_made(tmp_path):
+def test_offload_makes_the_folder_of_a_path_that_ends_in_a_slash(tmp_path):
     model, optimizer = offloaded(f"{tmp_path}/new/")
     step(model, optimizer)
     optimizer.close()
@@ -147,7 +147,7 @@ def test_a_path_that_ends_in_a_slash_is_a_folder_that_is_made(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new"]
 
 
-def test_home_is_found_wherever_a_path_is_given(tmp_path, monkeypatch):
+def test_tilde_in_a_path_expands_to_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     nvme.open("~/volume", size=1 << 16).close()
@@ -192,7 +192,7 @@ def replace(path):
 @pytest.mark.parametrize(
     ("happen", "durability"), [(delete, "step"), (delete, "none"), (move, "step"), (replace, "step")]
 )
-def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkeypatch, happen, durability):
+def test_deleted_moved_or_replaced_store_file_warns_once_and_fails_close(tmp_path, monkeypatch, happen, durability):
     monkeypatch.chdir(tmp_path)
     before = open_files()
     model, optimizer = offloaded("run", durability=durability)
@@ -224,7 +224,7 @@ def test_a_file_that_loses_its_name_is_told_once_and_at_the_end(tmp_path, monkey
         optimizer.close()
 
 
-def test_a_file_that_was_truncated_is_told_at_the_end(tmp_path):
+def test_close_raises_if_the_store_file_was_truncated(tmp_path):
     before = open_files()
     model, optimizer = offloaded(tmp_path / "run")
     step(model, optimizer)
@@ -235,7 +235,7 @@ def test_a_file_that_was_truncated_is_told_at_the_end(tmp_path):
     optimizer.close()
 
 
-def test_a_second_of_several_files_is_missed_too_and_a_temporary_one_has_no_name_to_lose(tmp_path, monkeypatch):
+def test_deleted_second_store_file_warns_but_a_temporary_store_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, optimizer = offloaded(None)
     step(model, optimizer)
@@ -258,7 +258,7 @@ def test_a_second_of_several_files_is_missed_too_and_a_temporary_one_has_no_name
 @pytest.mark.parametrize(
     ("existing", "steps", "begins", "at"), [("resume", 2, 2, ""), ("resume", 0, 0, "run.store"), ("replace", 2, 0, "")]
 )
-def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, begins, at):
+def test_offload_on_an_open_store_closes_the_earlier_run_with_a_warning(tmp_path, existing, steps, begins, at):
     model, optimizer = offloaded(tmp_path / at)
     train(model, optimizer, range(steps))
     with pytest.warns(UserWarning, match=rf"had this store open and was closed at step {steps}.*optimizer\.close\(\)"):
@@ -272,7 +272,7 @@ def test_the_earlier_run_is_closed_with_a_warning(tmp_path, existing, steps, beg
     optimizer.close()
 
 
-def test_a_copy_that_was_written_to_fails_no_other_call(tmp_path):
+def test_resume_of_an_open_run_warns_of_a_written_weight_copy(tmp_path):
     model, optimizer = offloaded(tmp_path)
     step(model, optimizer)
     copy = model[0].weight.data
@@ -296,7 +296,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("other", "steps"), [("shape", 0), ("shape", 2), ("optimizer", 1)])
-def test_a_resume_or_replacement_by_another_model_or_optimizer_leaves_the_run(tmp_path, other, steps):
+def test_offload_that_does_not_fit_leaves_the_open_run_unchanged(tmp_path, other, steps):
     make, kind, words = OTHERS[other]
     model, optimizer = offloaded(tmp_path / "run.store")
     train(model, optimizer, range(steps))
@@ -318,7 +318,7 @@ def test_a_resume_or_replacement_by_another_model_or_optimizer_leaves_the_run(tm
         assert replaced.steps == 0
 
 
-def test_a_run_that_nothing_refers_to_is_collected_without_a_word(tmp_path):
+def test_unreferenced_run_is_collected_without_a_warning(tmp_path):
     gc.collect()
     gc.disable()
     try:

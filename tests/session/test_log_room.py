@@ -33,7 +33,7 @@ def sizes(tmp_path):
 @pytest.fixture
 def room(monkeypatch):
     """Returns a function that sets the number of bytes that the library finds free on storage next to a store."""
-    return lambda nbytes: monkeypatch.setattr(decision, "room_beside", lambda *_: nbytes)
+    return lambda nbytes: monkeypatch.setattr(decision, "free_space_beside", lambda *_: nbytes)
 
 
 @pytest.mark.parametrize("is_none", [True, False])

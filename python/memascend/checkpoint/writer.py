@@ -204,10 +204,10 @@ def _keep_others(target: Path, new: Path) -> None:
     if not target.is_dir():
         return
     manifest = target / FOLDER / MANIFEST
-    said = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
-    ours = {str(name) for name in (*said.get("files", ()), *said.get("beside", ()))}
+    named = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
+    ours = {str(name) for name in (*named.get("files", ()), *named.get("beside", ()))}
     for path in target.iterdir():
-        replaced = path.name in ours or (not said and _WEIGHTS.fullmatch(path.name))
+        replaced = path.name in ours or (not named and _WEIGHTS.fullmatch(path.name))
         if replaced or path.name == FOLDER or (new / path.name).exists():
             continue
         if path.is_dir() and not path.is_symlink():

@@ -159,7 +159,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**_as_json(commits, seconds), "damaged": damaged}))
     else:
-        _tell(commits, seconds)
+        _print_commits(commits, seconds)
         for copy in damaged:
             print(f"{copy}; the other copy is undamaged, and the next training step repairs the damaged copy")
     # The other copy is undamaged, so no data is lost. But the drive may be failing, so the exit code is 1.
@@ -190,7 +190,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
     }
 
 
-def _tell(commits: list[storage.Commit], seconds: float) -> None:
+def _print_commits(commits: list[storage.Commit], seconds: float) -> None:
     """Prints the state of the newest commit and of earlier commits. Prints damage to stderr."""
     newest, others = commits[0], commits[1:]
     if newest.whole:

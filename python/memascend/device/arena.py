@@ -41,17 +41,17 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class _Hold:
-    """Puts the slot of a lease into `_gone` when the last view of the lease is deleted, in any thread.
+    """Puts the slot of a lease into `_released` when the last view of the lease is deleted, in any thread.
 
     The storage of the lease owns this object, and deletes it with the last view.
     """
 
-    _gone: queue.SimpleQueue[_Slot]
+    _released: queue.SimpleQueue[_Slot]
     slot: _Slot
 
     def __del__(self) -> None:
         # SimpleQueue.put() is safe in finalizers: it never waits for a lock that this thread may have.
-        self._gone.put(self.slot)
+        self._released.put(self.slot)
 
 
 class DeviceArena:
@@ -75,7 +75,7 @@ class DeviceArena:
         self._slots: dict[int, _Slot] = {}  # all slots, by address
         self._lock = threading.Lock()
         # Slots whose last view was deleted. `_take_back` makes these slots free.
-        self._gone: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._released: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         self._take(classes)
 
     def _take(self, classes: Mapping[int, int]) -> int:
@@ -145,7 +145,7 @@ class DeviceArena:
         self._take_back()
         while True:
             with self._lock:
-                hold = _Hold(self._gone, self._free[bound].pop()) if self._free[bound] else None
+                hold = _Hold(self._released, self._free[bound].pop()) if self._free[bound] else None
             if hold is not None:
                 with torch.inference_mode(mode=False), torch.no_grad():
                     return self._device.lent(hold.slot.memory, hold.slot.start, nbytes, hold)
@@ -190,10 +190,10 @@ class DeviceArena:
     def _take_back(self, wait: float = 0.0) -> None:
         """Frees the slots whose last view was deleted; if there are none, waits up to `wait` seconds for one slot."""
         try:
-            slot = self._gone.get(timeout=wait) if wait > 0 else self._gone.get_nowait()
+            slot = self._released.get(timeout=wait) if wait > 0 else self._released.get_nowait()
             while True:
                 self._came_back(slot)
-                slot = self._gone.get_nowait()
+                slot = self._released.get_nowait()
         except queue.Empty:
             pass
 

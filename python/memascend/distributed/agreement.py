@@ -94,7 +94,7 @@ class Agreement:
         def agree() -> None:
             nonlocal agreed
             digest = self.store.digest() if self.layout.replicas > 1 else 0
-            apart = self.exchange.add([self.beside_others(digest)])
+            apart = self.exchange.add([self.summand_of(digest)])
             self._ask("staged", number, DISCARDED)
             if any(apart):
                 self.reject(digest, DISCARDED if self.number else _OTHER_VALUES)
@@ -124,7 +124,7 @@ class Agreement:
                 ranks=tuple(apart),
             )
 
-    def beside_others(self, digest: int) -> int:
+    def summand_of(self, digest: int) -> int:
         """Returns this rank's summand. The sum over all ranks is 0 if ranks with the same rows have equal digests.
 
         The summands of the first replica are positive, and the summands of all other replicas are negative. The hash

@@ -183,12 +183,12 @@ class Exchange:
             RankError: a rank failed; later calls still work. Or a rank did not answer in time, is gone, or made a
                 different call; the exchange has ended.
         """
-        heard = self._heard("value", about, value)
-        if any(one.kind == "failed" for one in heard):
+        received = self._messages("value", about, value)
+        if any(one.kind == "failed" for one in received):
             assert self.failure is not None
             ranks, reasons = self.failure
             raise RankError(f"{ranks_text(ranks)} failed, and {remedy} ({reasons})", ranks=ranks)
-        return [one.value for one in heard]
+        return [one.value for one in received]
 
     def add(self, numbers: Iterable[int]) -> list[int]:
         """Sends integers with the next message. The exchange of that message adds the integers over all ranks.
@@ -252,11 +252,11 @@ class Exchange:
         if self.broken is not None:
             return
         try:
-            heard = self._heard("failed", None, shortened(error))
+            received = self._messages("failed", None, shortened(error))
         except RankError as others:
             error.add_note(f"the other ranks could not be notified: {others}")
             return
-        if sum(one.kind == "failed" for one in heard) > 1:
+        if sum(one.kind == "failed" for one in received) > 1:
             assert self.failure is not None
             error.add_note(f"several ranks failed: {self.failure.reasons}")
 
@@ -267,7 +267,7 @@ class Exchange:
         """
         if self.broken is None:
             with contextlib.suppress(RankError):
-                self._heard("lost", None, where, within)
+                self._messages("lost", None, where, within)
         assert self.broken is not None
         return self.broken
 
@@ -295,7 +295,7 @@ class Exchange:
         )
         leave_group(group)
 
-    def _heard(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
+    def _messages(self, kind: _Kind, about: str | None, value: Any, within: float | None = None) -> list[Message]:
         """Sends this rank's next message; returns the message with the same number from each rank, by rank."""
         if self.broken is not None:
             raise self.broken
@@ -312,24 +312,24 @@ class Exchange:
             if word.state == _LOST:
                 self._ring()
             own = own._replace(waited=time.monotonic() - began)
-            heard: dict[int, Message] = {self.rank: own}
+            received: dict[int, Message] = {self.rank: own}
             # The ranks that did not take part, each with the reason.
             lost: dict[int, str] = {}
             # After Ctrl-C, the thread that runs `_talk` may still run when close() has set `_group` to None. So the
             # thread gets the group as an argument.
-            _wait_for(functools.partial(self._talk, self._group, own, heard, lost, until))
+            _wait_for(functools.partial(self._talk, self._group, own, received, lost, until))
         except BaseException:
             self.broken = RankError(
                 f"rank {self.rank} was interrupted while all ranks exchanged messages: start all ranks again",
                 ranks=(self.rank,),
             )
             raise
-        if word.state == _LOST and not lost and all(one.kind != "lost" for one in heard.values()):
+        if word.state == _LOST and not lost and all(one.kind != "lost" for one in received.values()):
             # All ranks answered in the end, but one of them had already stopped waiting. The rank that waited the
             # shortest time was late.
-            lost[min(heard, key=lambda rank: heard[rank].waited)] = "it came too late"
-        self._require_all(own, heard, lost)
-        problems = {rank: one for rank, one in sorted(heard.items()) if one.kind != "value"}
+            lost[min(received, key=lambda rank: received[rank].waited)] = "it came too late"
+        self._require_all(own, received, lost)
+        problems = {rank: one for rank, one in sorted(received.items()) if one.kind != "value"}
         if problems:
             failed = tuple(rank for rank, one in problems.items() if one.kind == "failed")
             self.failure = Failure(
@@ -340,17 +340,17 @@ class Exchange:
                 assert self.broken is not None
                 raise self.broken
         else:
-            _put([sum(each) for each in zip(*(one.numbers for one in heard.values()), strict=True)], adding)
-        return [heard[rank] for rank in range(self.size)]
+            _put([sum(each) for each in zip(*(one.numbers for one in received.values()), strict=True)], adding)
+        return [received[rank] for rank in range(self.size)]
 
-    def _require_all(self, own: Message, heard: dict[int, Message], lost: dict[int, str]) -> None:
+    def _require_all(self, own: Message, received: dict[int, Message], lost: dict[int, str]) -> None:
         """If ranks are lost, or made a different call, ends the exchange and raises RankError."""
         # The message of a rank that failed, or that lost other ranks, has no subject.
-        asked = {one.about for one in heard.values()} - {None}
+        asked = {one.about for one in received.values()} - {None}
         strange = {
             rank: f"it is at message {one.number}, {one.about!r}, and rank {self.rank} is at message {own.number}, "
             f"{own.about!r}: every rank must make the same calls"
-            for rank, one in heard.items()
+            for rank, one in received.items()
             if one.number != own.number or (len(asked) > 1 and one.about != own.about)
         }
         if not lost and not strange:
@@ -458,7 +458,7 @@ class Exchange:
 
     # --- whole messages -----------------------------------------------------------------
 
-    def _talk(self, group: Any, own: Message, heard: dict[int, Message], lost: dict[int, str], until: float) -> None:
+    def _talk(self, group: Any, own: Message, received: dict[int, Message], lost: dict[int, str], until: float) -> None:
         text = _padded(json.dumps(own))
         # If one rank hangs, gloo closes all connections. Short messages are sent first, so they have arrived by then.
         # If a message is longer than a word, this rank sends first the length of the message and then the message.
@@ -469,7 +469,7 @@ class Exchange:
         texts = {rank: _room(one) for rank, one in found.items() if isinstance(one, int)}
         self._move(group, texts, dict.fromkeys(found, text) if is_long else {}, lost, until)
         found |= {rank: _json_in(room) for rank, room in texts.items() if rank not in lost}
-        heard |= {rank: Message(*one) for rank, one in found.items() if rank not in lost}
+        received |= {rank: Message(*one) for rank, one in found.items() if rank not in lost}
 
     def _move(
         self,

@@ -263,7 +263,7 @@ def choose(
     if missing:
         _require_none_elsewhere(seen, others or {}, exchange)
     nonce = bytes.fromhex(drawn)
-    anew = Opening(
+    opening = Opening(
         exchange=exchange,
         existing="refuse",
         run=nonce,
@@ -273,7 +273,7 @@ def choose(
         layout=layout,
     )
     if existing == "replace":
-        return replace(anew, existing="replace")
+        return replace(opening, existing="replace")
     lost = {} if existing == "refuse" else _lost(seen, layout)
     kept = {rank: one for rank, one in enumerate(seen) if rank not in lost}
     _require_read(kept)
@@ -283,7 +283,7 @@ def choose(
                 "no rank has a store, but existing='previous' works only with existing stores: correct storage=, or "
                 "leave existing= out"
             )
-        return anew
+        return opening
     if existing == "refuse":
         there = {rank: "already has a store" for rank, one in enumerate(seen) if one["there"]}
         raise ConfigError(
@@ -295,7 +295,7 @@ def choose(
         if existing == "resume" and is_first and not lost and all(seen[rank]["pending"] for rank in missing):
             # Some ranks do not have the first commit, so no rank has made a step.
             require_own(kept, layout.shards)
-            return replace(anew, existing="replace")
+            return replace(opening, existing="replace")
         raise ConfigError(
             f"{_listed(missing)}, and other ranks do; nothing was changed. If the run had another number of ranks, "
             "start that number of ranks: a run resumes with another number of ranks only if storage= is one folder for "
@@ -305,14 +305,14 @@ def choose(
     run, number, identity = _common(kept, existing, _ANEW if layout.replicas == 1 else _BEHIND)
     if existing == "resume":
         number, identity, lost = _drop_lagging_replicas(kept, layout, number, identity, lost)
-    anew = replace(anew, run=run, number=number, identity=identity, lost=lost)
+    opening = replace(opening, run=run, number=number, identity=identity, lost=lost)
     if exchange.rank in lost:
-        return replace(anew, existing="replace")
+        return replace(opening, existing="replace")
     own = seen[exchange.rank]["commits"][0]
     # "resume" opens the newest commit, and "previous" opens the commit before the newest. After a close, both roots may
     # name one commit, which is then the newest.
     newest = is_at(own, number, identity) and seen[exchange.rank]["damage"] is None
-    return replace(anew, existing="resume" if newest else "previous")
+    return replace(opening, existing="resume" if newest else "previous")
 
 
 def _drop_lagging_replicas(

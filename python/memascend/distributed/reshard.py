@@ -111,11 +111,11 @@ class Earlier:
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
         # The identities of the stores that the new stores replace. The first commit of the new stores contains this
         # list. `open` adds the identity of the stores that it opens.
-        self.stands_for: list[Mapping[str, Any]] = [identity for _, identity in others]
+        self.replaced_identities: list[Mapping[str, Any]] = [identity for _, identity in others]
         self._source = source
-        gone = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
+        replaced = [one for one, _ in others] if source is None else [source, *(one for one, _ in others)]
         self._useless = [
-            (file_of_rank(folder, rank, one.count), one.all_owners[rank]) for one in gone for rank in one.redundant
+            (file_of_rank(folder, rank, one.count), one.all_owners[rank]) for one in replaced for rank in one.redundant
         ]
         self._open = contextlib.ExitStack()
 
@@ -136,7 +136,7 @@ class Earlier:
             store = Store.open(self.files[number], existing="resume" if newest else "previous")
             self._open.callback(store.close)
             self.stores[number] = store
-        self.stands_for = [source.named(common), *self.stands_for]
+        self.replaced_identities = [source.named(common), *self.replaced_identities]
 
     def close(self) -> None:
         """Closes the stores."""
@@ -379,17 +379,17 @@ class EarlierValues:
                     "state, whether dimensions are reordered): give the model and the options that the run had. "
                     "Nothing was changed"
                 )
-        gone = there.keys() - self.shapes.keys()
-        if gone:
+        missing = there.keys() - self.shapes.keys()
+        if missing:
             raise ConfigError(
-                f"the model has no {min(gone)!r}, which the earlier stores have: give the model that the run had. "
+                f"the model has no {min(missing)!r}, which the earlier stores have: give the model that the run had. "
                 "Nothing was changed"
             )
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the last commit's hyperparameters, with the identities of the stores that the new stores replace."""
         kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
-        return {**kept, EARLIER: self.earlier.stands_for}
+        return {**kept, EARLIER: self.earlier.replaced_identities}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Yields each of this rank's parameters once; all ranks move the rows of all parameters in the same order."""

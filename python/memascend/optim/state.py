@@ -124,7 +124,7 @@ class StateTrials:
             try:
                 state = after(way)
                 # For tensors with values, a step may make state of another kind than for tensors on meta.
-                if way.device == "meta" and not _alike(state, after(_Way(small))):
+                if way.device == "meta" and not _same_kinds(state, after(_Way(small))):
                     continue
             except ConfigError:
                 raise
@@ -185,7 +185,7 @@ class StateTrials:
             yield dict(copy.state.get(parameter, {}))
 
 
-def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_kinds(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if two parameters of different sizes have state of the same kinds; False if a value is a tensor subclass."""
     if any(parts_of(value) is not None for value in state.values()):
         # The structure of a subclass may depend on the device.

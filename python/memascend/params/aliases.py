@@ -50,7 +50,7 @@ def require_unaliased(
         ConfigError: a tensor shares memory with another object, or a weight is in memory that code outside of torch may
             use. The message names the tensor and says what to do.
     """
-    counts = _Counts([*named.values(), *known, *_computed_anew(model)])
+    counts = _Counts([*named.values(), *known, *_recomputed(model)])
     aliased = held_for_good(named, lambda name: counts.others(named[name]))
     if aliased:
         first = named[aliased[0]]
@@ -209,7 +209,7 @@ def _holders(tensor: torch.Tensor) -> int:
         return int(tensor._use_count())  # noqa: SLF001
 
 
-def _computed_anew(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _recomputed(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yields the tensors that torch's spectral_norm() and the older weight_norm() compute anew in each forward.
 
     With spectral_norm(), such a tensor shares the memory of `weight_orig` until the first forward replaces the tensor.

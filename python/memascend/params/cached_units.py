@@ -148,7 +148,7 @@ def is_leaving(unit: CachedUnit, units: Iterable[CachedUnit]) -> bool:
     )
 
 
-def holders_beside(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
+def other_holders(unit: CachedUnit, units: Iterable[CachedUnit]) -> str:
     """Returns the names of the units whose bytes occupy slots of the size that `unit` needs, for a message."""
     return ", ".join(
         other.name
@@ -375,7 +375,7 @@ class CachedUnits:
         Raises:
             BudgetError: the user gave a budget. The message names a larger budget.
         """
-        limits, holders = self._limits, holders_beside(unit, self.all) or "units in use"
+        limits, holders = self._limits, other_holders(unit, self.all) or "units in use"
         if limits.add is None:
             smallest = limits.larger(unit.slot_bytes)
             raise BudgetError(

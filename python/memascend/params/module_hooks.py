@@ -402,12 +402,12 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
         return
     state = _state_of(module)
     table: dict[str, Any] = module._parameters  # noqa: SLF001
-    gone = {} if state is None else {of: one for where, of, one in state.owned if where is table and of not in table}
+    removed = {} if state is None else {of: one for where, of, one in state.owned if where is table and of not in table}
     place: Any = parameter.__dict__.get("_memascend")
     if place is None:
         # A plain parameter may replace a deleted offloaded parameter. Within materialized() this is allowed: there no
         # parameter has the attribute `_memascend`.
-        place = next((one.__dict__["_memascend"] for one in gone.values() if "_memascend" in one.__dict__), None)
+        place = next((one.__dict__["_memascend"] for one in removed.values() if "_memascend" in one.__dict__), None)
         if place is None:
             return
     elif state is None:
@@ -420,7 +420,7 @@ def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Paramet
         # The parameter belongs to another module, and replaces no parameter of this module.
         return
     # The caller may already have deleted this module's parameters: restore these parameters.
-    table.update(gone)
+    table.update(removed)
     raise UsageError(
         f"{place.name!r} is offloaded and cannot become {name!r} of a {type(module).__name__}. Parametrize, prune, "
         "normalise and tie before offload(). To do so now, call save(), load the weights into a plain model, change "

@@ -291,7 +291,7 @@ class _Step:
         disk = read, written + int(work.stored * count / work.backwards)
         link = self._into * rounds, int(work.carried * count / work.backwards)
         phase = self._phase(name, work.forward * count, link, disk, update)
-        return phase if work.exchanged is None else _beside(phase, work.exchanged[0] * rounds)
+        return phase if work.exchanged is None else _with_network(phase, work.exchanged[0] * rounds)
 
     def _backward(self, name: str, disk: tuple[int, int], *, update: float = 0.0, count: int | None = None) -> Phase:
         """Returns the phase of the backwards of `count` micro-batches, or of all micro-batches if `count` is None.
@@ -303,7 +303,7 @@ class _Step:
         disk = disk[0] + int(work.stored * count / work.backwards), disk[1]
         link = self._back * rounds + int(work.carried * count / work.backwards), self._out * rounds
         phase = self._phase(name, work.backward * count, link, disk, update)
-        return phase if work.exchanged is None else _beside(phase, work.exchanged[1] * rounds)
+        return phase if work.exchanged is None else _with_network(phase, work.exchanged[1] * rounds)
 
     def _first_update(self, phase: Phase) -> Phase:
         """Returns the phase with a tail: the first unit can compute only after its own update."""
@@ -367,7 +367,7 @@ def _trained(unit: Unit) -> float:
     return unit.elements * (1 - unit.frozen_bytes / max(1, unit.nbytes))
 
 
-def _beside(phase: Phase, network: float) -> Phase:
+def _with_network(phase: Phase, network: float) -> Phase:
     return replace(phase, parts={**phase.parts, "network": network})
 
 

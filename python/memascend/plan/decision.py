@@ -54,7 +54,7 @@ def nearest(place: Path) -> Path:
     return next(path for path in (place, *place.absolute().parents) if path.exists())
 
 
-def room_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
+def free_space_beside(paths: Sequence[str] | None, total_bytes: int) -> int | None:
     """Returns the bytes of storage that remain free beside a store of `total_bytes`; None if that is unknown.
 
     `paths` are the paths of the store, which may exist already; None: the store is a temporary file.
@@ -223,5 +223,5 @@ def _log(facts: Facts, sizes: engines.Sizes) -> Log | None:
     nbytes = engines.log_bytes(facts.records)
     # On a raw device, the log may use all free space. On a file system, the log shares the free space with other files.
     shares = any(not Path(path).is_block_device() for path in options.paths or ())
-    room = None if facts.unplaced else room_beside(options.paths, sizes.total_bytes)
+    room = None if facts.unplaced else free_space_beside(options.paths, sizes.total_bytes)
     return Log(facts.replayed, nbytes, options.log_steps, room, shares=shares)

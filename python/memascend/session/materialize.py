@@ -326,8 +326,8 @@ def _written(units: list[CachedUnit], checksums: Mapping[str, str]) -> str | Non
     """Returns the name of a parameter whose values, shape, dtype, strides or device changed; None without changes."""
     for place in (place for unit in units for place in unit.places):
         values = place.parameter.detach()
-        is_alike = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
-        if not is_alike or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:
+        has_layout = values.shape == place.shape and values.dtype == place.dtype and values.stride() == place.stride
+        if not has_layout or not values.is_cpu or checksum_of(bytes_of(values)) != checksums[place.name]:
             return place.name
     return None
 

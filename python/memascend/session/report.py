@@ -140,7 +140,7 @@ class Report:
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
-            "beside": {"Python objects": self.object_bytes},
+            "objects": {"Python objects": self.object_bytes},
         }
         if self.device_torch is not None:
             found["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}
@@ -163,8 +163,8 @@ class Report:
     def __str__(self) -> str:
         saved = f", {self.in_memory.total / self.peak:.1f} times as much" if self.peak else ""
         cached = self.units["hits"] + self.units["adopted"]
-        beside = f"in addition, Python objects take about {bytes_shown(self.object_bytes)}"
-        budget = f"The budget is {bytes_shown(self.budget)}; {beside}."
+        objects = f"in addition, Python objects take about {bytes_shown(self.object_bytes)}"
+        budget = f"The budget is {bytes_shown(self.budget)}; {objects}."
         in_memory = f"In memory the same training would hold {bytes_shown(self.in_memory.total)}{saved}."
         parts = [
             _owners_table("host memory", self.owners, total=Owner(self.total, self.peak)),

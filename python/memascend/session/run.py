@@ -335,8 +335,8 @@ class Run:
             self.residency.units.read_again()
 
     @contextlib.contextmanager
-    def committing(self, stands: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
-        """Runs one commit in a `with` block, then calls `stands` if the commit took effect, or `failed` if it did not.
+    def committing(self, committed: Callable[[], None], failed: Callable[[], None]) -> Iterator[None]:
+        """Runs one commit in a `with` block, then calls `committed` if the commit took effect, and `failed` if not.
 
         A Ctrl-C during the commit is raised only after the commit has returned. So an exception does not show whether
         the commit took effect, but the store's generation does.
@@ -348,9 +348,9 @@ class Run:
         try:
             yield
         except BaseException:
-            (failed if store.info()["generation"] == generation else stands)()
+            (failed if store.info()["generation"] == generation else committed)()
             raise
-        stands()
+        committed()
 
     def changed(self, names: Iterable[str]) -> None:
         """For parameters that have new values on storage, evicts cached values and marks copies as old."""

@@ -516,9 +516,9 @@ def _differences(had: Mapping[str, Any], has: Mapping[str, Any], ignored: Contai
     for path in dict.fromkeys((*had, *has)):
         name = path.rpartition(".")[2]
         # A private entry may exist in one version of torch and not in another.
-        comes_or_goes = name.startswith("_") and (path in had) != (path in has)
+        is_optional = name.startswith("_") and (path in had) != (path in has)
         one, other = had.get(path, _NONE), has.get(path, _NONE)
-        if not (comes_or_goes or path in ignored or name in ignored or one == other or same(one, other)):
+        if not (is_optional or path in ignored or name in ignored or one == other or same(one, other)):
             found.append(f"{path} {one} -> {other}")
     return found
 

@@ -263,7 +263,7 @@ class Session:
         sums = self.figures.add(summands(own))
         traffic = self.figures.add(self.measurements.own_figures())
         rows = collectives.take_row_digest()
-        apart = self.figures.add([self.run.resources.store.shared.beside_others(rows)])
+        apart = self.figures.add([self.run.resources.store.shared.summand_of(rows)])
         collectives.require_same(self.figures.all_gather("the gradients", collectives.take_checksum()))
         if any(apart):
             self.run.resources.store.shared.reject(rows, _REPLICAS_DIFFER)

@@ -93,7 +93,7 @@ class Edits:
         The edit includes buffers that changed since the last commit; `changes_buffers`: the block itself may change
         buffers, so an exception restores them. An exception on one rank drops the edit on all ranks.
         """
-        with self._alike(), self.edit(with_buffers=True) as edit:
+        with self._sharing_failure(), self.edit(with_buffers=True) as edit:
             self.run.require_quiet(loads=changes_buffers)
             buffers, targets = self.run.buffers, self.run.buffers.target
             before = {name: targets(name).clone() for name in buffers.names} if changes_buffers else {}
@@ -119,12 +119,12 @@ class Edits:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """On all ranks together, runs a block that changes nothing; an exception on one rank reaches all ranks."""
-        with self._alike():
+        with self._sharing_failure():
             yield
             if not self.run.resources.closed:
                 self.is_any(False)
 
-    def _alike(self) -> contextlib.AbstractContextManager[None]:
+    def _sharing_failure(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager in which an exception on this rank notifies the waiting ranks."""
         return contextlib.nullcontext() if self._exchange is None else self._exchange.part()
 

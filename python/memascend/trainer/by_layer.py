@@ -236,7 +236,7 @@ class Steps:
         `own` is the Trainer's own `training_step()`.
         """
         if self._results is None:
-            if not self._goes_by_layer(inputs):
+            if not self._runs_by_layer(inputs):
                 self._samples = []
                 return own(model, inputs, *given, **options)
             self._results = self._computed(lambda one: own(model, one, *given, **options))
@@ -248,7 +248,7 @@ class Steps:
             )
         return self._results.pop(0)
 
-    def _goes_by_layer(self, inputs: Any) -> bool:
+    def _runs_by_layer(self, inputs: Any) -> bool:
         """True if this step can be computed by layer. Logs the reason if code, settings or GPU memory prevent this."""
         if len(self._samples) < 2 or inputs is not self._samples[0]:
             return False

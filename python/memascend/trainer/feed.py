@@ -105,7 +105,7 @@ class Feed:
         """Sets the program's generators to their states in the commit. Call `go_on()` before this method."""
         restore(self._found, self._now_own)
 
-    def begin_anew(self) -> None:
+    def forget_position(self) -> None:
         """Forgets the position to resume at, so that the next `iter()` starts a new epoch."""
         self._resumed = self._ready = None
 

@@ -141,11 +141,11 @@ def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: `states` has a path that is not in `generators`. Then no generator was set.
     """
-    gone = sorted(states.keys() - generators.keys())
-    if gone:
+    missing = sorted(states.keys() - generators.keys())
+    if missing:
         raise ConfigError(
-            f"the stored training used a random generator at {gone[0]}, which does not exist now. Pass the same data "
-            'set, collator and sampler as before, or start a new training with existing="replace"'
+            f"the stored training used a random generator at {missing[0]}, which does not exist now. Pass the same "
+            'data set, collator and sampler as before, or start a new training with existing="replace"'
         )
     for path, state in states.items():
         _set_state(generators[path], _unpacked(state))

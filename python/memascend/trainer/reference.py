@@ -74,9 +74,9 @@ def _shares(model: torch.nn.Module, options: Mapping[str, Any]) -> tuple[dict[st
     model.requires_grad_(False)
     own = {name: options[name] for name in ("device", "scratch", "timeout") if name in options}
     storage = options["storage"]
-    beside = file_of(storage if isinstance(storage, str) else storage[0])
-    if not beside.is_block_device():
-        own.setdefault("scratch", Path(beside).expanduser().absolute().parent)
+    store_file = file_of(storage if isinstance(storage, str) else storage[0])
+    if not store_file.is_block_device():
+        own.setdefault("scratch", Path(store_file).expanduser().absolute().parent)
     plan = planned(model, _idle(model), Options(**own)).plan
     own |= {"host_memory": plan.budget}
     if plan.device_budget:

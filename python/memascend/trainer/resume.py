@@ -404,7 +404,7 @@ class Resume:
             run(**named | {"steps_trained_in_current_epoch": self._passed})
         # If the loop fetched no batch after the repeated step, the feed still has a position to resume at. Drop this
         # position.
-        self._feed.begin_anew()
+        self._feed.forget_position()
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:

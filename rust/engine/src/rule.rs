@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_is_taken() -> Result<()> {
+    fn logged_rule_decodes_to_its_scalars_and_factors() -> Result<()> {
         let (single, factors) = taken(&adam_rule(&ADAM_NUMBERS, &[0.5, -3.0])?)?;
         assert!(matches!(single, Taken::Single(scalars) if scalars == ADAM_NUMBERS.scalars()?));
         assert_eq!(factors, [0.5, -3.0]);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_by_its_name() -> Result<()> {
+    fn decoding_error_names_the_unknown_arithmetic_or_bad_number() -> Result<()> {
         let rule = adam_rule(&ADAM_NUMBERS, &[])?;
         let other = LoggedRule { arithmetic: 2, ..rule.clone() };
         assert!(taken(&other).is_err_and(|error| error.to_string().contains("\"adam\" with arithmetic 2")));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_takes_has_room_in_a_head() {
+    fn numbers_of_the_reduced_rules_fit_in_a_log_head() {
         for (name, numbers) in [
             (REDUCED_ADAM, &adam_numbers(&ADAM_NUMBERS)[..]),
             (REDUCED_MOMENTUM, &momentum_numbers(&MOMENTUM_NUMBERS)[..]),

@@ -154,7 +154,7 @@ mod tests {
     const QUIET: u32 = 0x0040_0000;
 
     #[test]
-    fn every_master_survives() {
+    fn split_and_joined_master_keeps_its_bits() {
         // With `MEMASCEND_TEST_LONG`, tests all upper halves. Otherwise tests every 61st upper half. Always tests the
         // upper halves of zeros, denormals, the largest numbers, infinities and NaNs.
         let stride = if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { 1 } else { 61 };

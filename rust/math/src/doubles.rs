@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_and_squares_are_those_of_float64() {
+    fn float64_sums_and_squares_have_float64_precision() {
         // float32 cannot represent these sums.
         let mut total: Vec<f64> = (0..21).map(|i| 1.0 + f64::from(i) * 1e-12).collect();
         let other: Vec<f64> = (0..21).map(|i| 1e-15 * f64::from(i) - 1e200).collect();
@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_told_from_a_sum_that_is_too_large() {
+    fn check_doubles_distinguishes_nonfinite_elements_from_overflow() {
         for bad in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             for place in 0..11 {
                 let mut data = [1.0; 11];

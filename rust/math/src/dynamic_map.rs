@@ -121,13 +121,13 @@ mod tests {
     }
 
     #[test]
-    fn the_maps_have_the_bits_of_their_recipe() {
+    fn maps_have_the_bits_of_the_documented_recipe() {
         assert_eq!(recipe(1), SIGNED_MAP[128..].iter().map(|number| number.to_bits()).collect::<Vec<_>>());
         assert_eq!(recipe(2), UNSIGNED_MAP[1..].iter().map(|number| number.to_bits()).collect::<Vec<_>>());
     }
 
     #[test]
-    fn the_maps_are_what_their_definition_says() {
+    fn maps_are_sorted_symmetric_and_near_their_definition() {
         let near = |map: &[f32], defined: &[f64]| {
             assert_eq!(map.len(), defined.len());
             let close = |(&found, &wanted): (&f32, &f64)| (f64::from(found) - wanted).abs() <= 4e-7 * wanted;

@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn f16_values_are_what_the_format_says() {
+    fn f16_converts_to_the_f32_of_the_same_value() {
         for (bits, value) in [
             (0x0001, 2.0_f32.powi(-24)),
             (0x03FF, 1023.0 * 2.0_f32.powi(-24)),
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_stays_a_nan() {
+    fn nan_converts_to_a_bf16_and_f16_nan() {
         for bits in [0x7F80_0001, 0x7F80_FFFF, 0x7FC0_0000, 0x7FFF_FFFF, 0xFF80_0001, 0xFFFF_FFFF] {
             let nan = f32::from_bits(bits);
             assert!(Bf16::from_f32(nan).to_f32().is_nan(), "{bits:#x}");

@@ -121,13 +121,13 @@ mod tests {
     }
 
     #[test]
-    fn every_16_bit_value_is_added_and_scaled_with_one_rounding() {
+    fn add_and_scale_round_each_16_bit_value_once() {
         all_sums(Bf16, |data| FloatsMut::Bf16(data), |data| Floats::Bf16(data));
         all_sums(F16, |data| FloatsMut::F16(data), |data| Floats::F16(data));
     }
 
     #[test]
-    fn lengths_that_differ_are_refused() {
+    fn add_rejects_slices_of_different_lengths() {
         let exec = Exec::new(NonZeroUsize::MIN).unwrap_or_else(|error| panic!("{error}"));
         assert!(add(FloatsMut::F32(&mut [0.0; 3]), Floats::F32(&[0.0; 2]), exec).is_err());
     }

@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_callers_mode_comes_back() {
+    fn default_mode_restores_the_callers_rounding_on_drop() {
         // The test sets rounding toward zero. It does not set flushing of denormals, because Valgrind's processor has
         // no bits for flushing.
         const ROUNDING: Register = 0x6000;

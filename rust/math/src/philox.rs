@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_known_answers_come_out() {
+    fn philox_matches_the_known_answers() {
         let max = u32::MAX;
         for (counter, key, answer) in [
             ([0; 4], [0; 2], [0x6627_E8D5, 0xE169_C58D, 0xBC57_AC4C, 0x9B00_DBD8]),
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_its_counters() {
+    fn random_block_takes_its_bits_from_philox_of_its_counters() {
         for (key, step, block) in [(0, 0, 0), (0x0123_4567_89AB_CDEF, 0x1_0000_0002, 7), (u64::MAX, 3, (1 << 40) - 1)] {
             for purpose in [Purpose::SecondMoment, Purpose::Values] {
                 let drawn = Random { key, step }.block(block, purpose);

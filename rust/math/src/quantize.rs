@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn every_point_comes_from_its_own_share() {
+    fn nearest_point_inverts_every_point_and_clamps_outside_values() {
         for point in 0..=i32::from(u16::MAX) {
             let share = (2.0 * f64::from(point) / 65_535.0 - 1.0) as f32;
             assert_eq!(nearest_point(share), point);
@@ -221,18 +221,18 @@ mod tests {
     }
 
     #[test]
-    fn some_shares_have_their_codes() {
+    fn sampled_shares_have_the_code_of_their_nearest_point() {
         shares_have_their_codes(9973);
     }
 
     #[test]
     #[ignore = "takes minutes; make test-slow has it"]
-    fn all_shares_have_their_codes() {
+    fn all_f32_shares_have_the_code_of_their_nearest_point() {
         shares_have_their_codes(1);
     }
 
     #[test]
-    fn a_number_that_the_map_has_keeps_its_code() {
+    fn quantised_map_numbers_get_their_own_code() {
         for (map, smallest) in MAPS.iter().zip([1e-4, 1e-3]) {
             let mut numbers = *map.numbers;
             let mut codes = [0; BLOCK];
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_and_what_is_no_number() {
+    fn quantised_maps_zeros_and_nans_to_code_zero() {
         let mut codes = [7; BLOCK];
         let mut numbers = [0.0; BLOCK];
         assert!(Map::SIGNED.quantised(&numbers, &mut codes) == 0.0 && codes == [0; BLOCK]);

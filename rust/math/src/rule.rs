@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_without_momentum_leaves_what_was_kept_of_one() -> Result<()> {
+    fn sgd_without_momentum_leaves_the_stored_moment_unchanged() -> Result<()> {
         let exec = Exec::new(NonZeroUsize::MIN)?;
         for (rule, values, kept) in [(sgd(0.0), 0.0_f32, 4.0_f32), (sgd(0.5), -1.0, 4.0)] {
             let (mut p, mut m) = ([1.0_f32; 3], [4.0_f32; 3]);

@@ -162,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn products_and_sums_are_rounded_once_on_every_instruction_set(
+        fn fused_multiply_add_has_the_same_bits_on_every_instruction_set(
             bits in proptest::collection::vec((any::<u32>(), any::<u32>(), any::<u32>(), -3_i32..3), 64),
         ) {
             let of = |(a, b, c, near): (u32, u32, u32, i32)| {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_double_rounding_is_avoided() {
+    fn fused_multiply_add_rounds_only_once() {
         // The product is 1 + 2^-24, half-way between two fp32 numbers. The addend decides the rounding, and is too
         // small to change a float64 sum.
         let (a, b) = (97.0 / 64.0, 172_961.0 / 262_144.0);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_variable_forces_what_there_is() {
+    fn choose_returns_the_named_instruction_set_or_the_first_available() {
         for simd in Simd::available() {
             assert_eq!(Simd::choose(Some(simd.name().into())), Ok(simd));
         }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_refused_with_those_that_work() {
+    fn choose_error_names_the_unknown_and_the_available_instruction_sets() {
         let message = Simd::choose(Some("sse9".into())).map_or_else(|error| error.to_string(), |_| String::new());
         assert!(message.contains("\"sse9\"") && message.contains("portable"), "{message}");
     }

@@ -87,13 +87,13 @@ mod tests {
     }
 
     #[test]
-    fn the_expected_value_is_the_number() {
+    fn mean_of_stochastic_rounding_is_the_number() {
         expected_is_the_number::<Bf16>(some().chain([3.0e38, 1.0e-39, 1.0e-44]), 1e-12);
         expected_is_the_number::<F16>(some(), 1e-7);
     }
 
     #[test]
-    fn what_is_exact_stays() {
+    fn stochastic_rounding_keeps_representable_numbers() {
         for bits in 0..=u16::MAX {
             for drawn in [0, 1, 0x7FFF, 0xFFFF] {
                 let (wide, half) = (Bf16(bits).to_f32(), F16(bits).to_f32());
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_nearest_to_infinity_becomes_one() {
+    fn stochastic_rounding_overflows_only_where_nearest_rounding_does() {
         let (below, at) = (f32::from_bits(0x7F7F_7FFF), f32::from_bits(0x7F7F_8000));
         assert!(
             !Bf16::rounded(below, 0xFFFF).to_f32().is_infinite() && Bf16::rounded(at, 0xFFFF).to_f32().is_infinite()

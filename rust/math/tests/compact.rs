@@ -95,7 +95,7 @@ impl Pair {
 }
 
 #[test]
-fn training_on_split_masters_is_training_on_whole_ones() {
+fn adam_compact_has_the_bits_of_adam_on_whole_masters() {
     for exec in execs() {
         for (len, wild) in [(1, false), (1031, false), (4096, true), (20_011, false)] {
             let (mut pair, mut next) = (Pair::new(len, 7, wild, exec), noise(3));
@@ -110,7 +110,7 @@ fn training_on_split_masters_is_training_on_whole_ones() {
 }
 
 #[test]
-fn lengths_that_differ_are_refused() {
+fn adam_compact_rejects_slices_of_different_lengths() {
     let (mut values, mut rest, mut first, mut second) = ([Bf16(0); 8], [0; 7], [0.0; 8], [0.0; 8]);
     let state = CompactState { values: &mut values, rest: &mut rest, exp_avg: &mut first, exp_avg_sq: &mut second };
     let scalars = numbers(1).scalars().unwrap_or_else(|error| panic!("{error}"));

@@ -229,7 +229,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
     #[test]
-    fn check_touches_and_finds_exactly_what_is_there(
+    fn check_and_unscale_stays_in_bounds_and_finds_nonfinite_elements(
         len in lengths(), seed in any::<u64>(), at_end in any::<bool>(), wild in any::<bool>(),
         factor in prop_oneof![Just(1.0_f32), Just(0.0), -2.0..2.0_f32],
     ) {
@@ -240,7 +240,7 @@ proptest! {
     }
 
     #[test]
-    fn adam_is_its_formula(
+    fn adam_stays_in_bounds_and_equals_its_formula(
         len in lengths(), seed in any::<u64>(), at_end in any::<bool>(), wild in any::<bool>(),
         decoupled in any::<bool>(), beta1 in prop_oneof![Just(0.9), Just(0.3), Just(0.0)], step in 1..1_000_000_u64,
     ) {
@@ -262,7 +262,7 @@ proptest! {
 }
 
 #[test]
-fn long_slices_on_several_threads() {
+fn kernels_on_long_slices_are_exact_on_several_threads() {
     let cases = if std::env::var_os("MEMASCEND_TEST_LONG").is_some() { 5 } else { 2 };
     for (threads, at_end) in [(1, true), (16, false), (2, false), (3, true), (16, true)].into_iter().take(cases) {
         check_case::<f32>(long(), 1, at_end, false, 0.5, threads);
@@ -274,7 +274,7 @@ fn long_slices_on_several_threads() {
 }
 
 #[test]
-fn lengths_that_differ_are_refused_and_nothing_is_written() {
+fn kernels_reject_different_lengths_and_write_nothing() {
     let exec = execs(1)[0];
     let scalars = group(true, 0.9, 1).scalars().unwrap_or_else(|error| panic!("{error}"));
     let (mut p, mut m, mut v, grad) = (vec![1.0_f32; 8], vec![1.0; 8], vec![1.0; 8], vec![1.0_f32; 7]);

@@ -306,7 +306,7 @@ fn forms() -> impl Iterator<Item = Form> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
-    fn each_element_is_the_formula(
+    fn reduced_update_of_each_element_equals_the_formula(
         len in prop_oneof![0..70_usize, 250..260_usize, 500..530_usize, 2000..2100_usize],
         seed in any::<u64>(), at_end in any::<bool>(), wild in any::<bool>(), step in 1..4_u64, other in any::<bool>(),
     ) {
@@ -318,7 +318,7 @@ proptest! {
 }
 
 #[test]
-fn parts_and_threads_have_the_bits_of_the_whole() {
+fn shard_update_has_the_bits_of_the_whole_threaded_update() {
     let len = if std::env::var_os("MEMASCEND_TEST_SHORT").is_some() { 20_000 } else { (1 << 19) + 777 };
     let start = Wide::noise(len, 3, false);
     let gradient: Vec<Bf16> = start.first.iter().rev().map(|&g| Bf16::from_f32(g)).collect();
@@ -354,7 +354,7 @@ fn parts_and_threads_have_the_bits_of_the_whole() {
 }
 
 #[test]
-fn codes_that_nothing_is_given_for_stay_as_they_are() {
+fn encode_keeps_the_codes_of_moments_that_are_not_given() {
     let memory = Memory::new(Form { weight: Weight::Single, moment: Moment::Blocks, has_second: true }, 700, false);
     let wide = Wide::noise(700, 5, false);
     memory.begin(&wide);
@@ -367,7 +367,7 @@ fn codes_that_nothing_is_given_for_stay_as_they_are() {
 }
 
 #[test]
-fn a_small_change_of_a_second_moment_is_not_lost() {
+fn bf16_second_moment_keeps_changes_below_its_precision() {
     let form = Form { weight: Weight::Single, moment: Moment::Bf16, has_second: true };
     let len = 4096;
     let memory = Memory::new(form, len, false);
@@ -385,7 +385,7 @@ fn a_small_change_of_a_second_moment_is_not_lost() {
 }
 
 #[test]
-fn what_does_not_belong_together_is_refused() {
+fn update_rejects_state_that_does_not_match_its_rule_or_gradient() {
     let of = |weight, moment, has_second| Memory::new(Form { weight, moment, has_second }, 8, false);
     let exec = exec(1, Simd::PORTABLE);
     let rule = Rule::Adam(adam(true, 1));

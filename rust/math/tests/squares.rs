@@ -139,7 +139,7 @@ fn case<T: Wrapped>(len: usize, largest: i32, spread_over: u32, seed: u64, cut: 
 /// Sums two nonzero numbers among zeros. For bf16, the kernel's function `column` converts each zero to a tiny number,
 /// and these tiny numbers must not change the sum.
 #[test]
-fn zeros_add_nothing() {
+fn zeros_do_not_change_the_sum_of_squares() {
     for low in (0..254).step_by(3) {
         for apart in [0, 5, 15, 16, 38, 60] {
             let bits = [low << 7 | 1, (low + apart).min(254) << 7 | 0x55].map(|bits: u16| bits | 0x8000);
@@ -158,7 +158,7 @@ fn zeros_add_nothing() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
     #[test]
-    fn a_sum_is_the_whole_number(
+    fn sum_of_squares_is_exact(
         len in prop_oneof![0..40_usize, 2030..2060_usize, 3000..6000_usize],
         largest in -149..128_i32,
         spread_over in prop_oneof![0..3_u32, 8..30_u32, 30..60_u32, 60..280_u32],
@@ -175,7 +175,7 @@ proptest! {
 /// within and beyond this limit. One element is about `2^-below`. All other elements are `largest`, whose significand
 /// is all ones.
 #[test]
-fn the_largest_sums_with_the_smallest_squares() {
+fn sum_of_largest_elements_and_one_tiny_square_is_exact() {
     fn ends<T: Wrapped>(largest: T, precision: i32) {
         for below in 0..60 {
             for len in [2048, 4096] {
@@ -203,7 +203,7 @@ fn the_largest_sums_with_the_smallest_squares() {
 }
 
 #[test]
-fn a_sum_just_above_the_middle_of_two_numbers_is_rounded_up() {
+fn sum_just_above_the_middle_of_two_doubles_rounds_up() {
     let power = |exponent: i32| 2.0_f32.powi(exponent);
     for (least, wanted) in [(0.0, 2.0_f64.powi(60)), (power(-100), 2.0_f64.powi(60) + 256.0)] {
         let found = check(Floats::F32(&[power(30), 8.0, 8.0, least]), execs()[0]).squares;
@@ -212,7 +212,7 @@ fn a_sum_just_above_the_middle_of_two_numbers_is_rounded_up() {
 }
 
 #[test]
-fn threads_change_nothing() {
+fn sum_of_squares_does_not_depend_on_the_thread_count() {
     let values = spread::<f32>((1 << 20) + 4321, 0, 40, 7);
     let wanted = check(Floats::F32(&values), execs()[0]).squares;
     for threads in [2, 3] {
@@ -223,7 +223,7 @@ fn threads_change_nothing() {
 }
 
 #[test]
-fn what_is_not_finite_is_no_number() {
+fn nonfinite_elements_make_the_sum_of_squares_nonfinite() {
     for (bad, is_nan) in [(f32::INFINITY, false), (f32::NEG_INFINITY, false), (f32::NAN, true)] {
         for place in [0, 2047, 2048, 4101] {
             let mut values = vec![1.0_f32; 4102];

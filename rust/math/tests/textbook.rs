@@ -61,7 +61,7 @@ fn compare(of: Hyperparameters) {
 }
 
 #[test]
-fn every_step_is_the_papers() {
+fn adam_steps_match_the_published_formula() {
     let usual = Hyperparameters {
         lr: 1e-2,
         beta1: 0.9,

@@ -172,7 +172,7 @@ mod tests {
     use super::shown;
 
     #[test]
-    fn sizes_are_rounded_away_from_what_does_not_work() {
+    fn shown_rounds_sizes_down_or_up_as_asked() {
         for (nbytes, down, up) in [
             (0, "0 bytes", "0 bytes"),
             (1023, "1023 bytes", "1023 bytes"),

@@ -53,7 +53,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn hands_out_every_slot_once_and_then_none() {
+    fn try_take_returns_every_slot_once_and_then_none() {
         let list = FreeList::new(3);
         assert_eq!([list.try_take(), list.try_take(), list.try_take()], [Some(0), Some(1), Some(2)]);
         assert_eq!(list.try_take(), None);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_is_late_at_its_deadline() {
+    fn take_from_an_empty_list_times_out() {
         let list = FreeList::new(0);
         assert!(matches!(list.take(&mut Wait::at_most(Duration::from_millis(5))), Err(Ended::TimedOut(_))));
     }

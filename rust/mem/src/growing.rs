@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn an_added_slot_is_taken_once_the_planned_ones_are() {
+    fn lease_takes_an_added_slot_when_the_planned_slots_are_taken() {
         let arena = ok(GrowingArena::new(&[(4096, 1), (16384, 1)], &mut || true));
         let held = arena.held_bytes();
         let planned = ok(lease(&arena, 4000));
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_class_holds_is_refused_and_nothing_added() {
+    fn add_rejects_bytes_larger_than_every_class() {
         let arena = ok(GrowingArena::new(&[(4096, 1)], &mut || true));
         assert!(arena.add(4097, &mut || true).is_err());
         assert!(arena.free_slots(4097).is_err());

@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_ends_by_a_change_a_deadline_or_its_caller() {
+    fn wait_until_ends_by_a_change_timeout_or_interrupt() {
         let guarded = Guarded::new(0);
         let late = guarded.wait_until(&mut Wait::at_most(Duration::from_millis(5)), |state| *state == 1).map(|_| ());
         assert!(matches!(late, Err(Ended::TimedOut(after)) if after >= Duration::from_millis(5)));
@@ -182,7 +182,7 @@ mod tests {
 
     /// A change between a waiter's check and its sleep must wake the waiter: a lost wake-up would hang this test.
     #[test]
-    fn no_wake_up_is_lost() {
+    fn notify_all_wakes_every_waiter_in_when() {
         for _ in 0..500 {
             let guarded = Guarded::new(false);
             std::thread::scope(|scope| {

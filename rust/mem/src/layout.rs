@@ -165,7 +165,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn large_classes_are_aligned_for_direct_io() {
+    fn stride_of_a_large_class_is_a_multiple_of_4096() {
         let layout = Layout::unbounded(&[(1_000_003, 3)]).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(layout.classes()[0].stride, 1_003_520);
     }

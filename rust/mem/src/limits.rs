@@ -165,14 +165,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_has_memory() {
+    fn memory_limits_report_headroom_up_to_mem_total() {
         let limits = memory_limits();
         assert!(limits.headroom.available_bytes > 1 << 20, "{limits:?}");
         assert!(limits.headroom.available_bytes <= meminfo("MemTotal").unwrap_or(usize::MAX));
     }
 
     #[test]
-    fn the_machine_has_free_memory_without_proc_too() {
+    fn free_reports_memory_below_mem_total() {
         let (free, total) = (free().unwrap_or(0), meminfo("MemTotal").unwrap_or(0));
         assert!(free > 1 << 20 && free < total, "{free} of {total}");
     }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cgroup_is_read_with_its_cache_taken_off() {
+    fn held_memory_of_a_cgroup_excludes_the_file_cache() {
         let folder = std::env::temp_dir().join(format!("memascend-cgroup-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap_or_else(|error| panic!("{error}"));
         for (name, text) in [

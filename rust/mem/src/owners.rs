@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_one_owner_and_the_table_is_bounded() {
+    fn named_returns_one_owner_per_name_up_to_owners_max() {
         let owners = Owners::new();
         assert_eq!(owners.named("unit").ok(), owners.named("unit").ok());
         for index in 1..OWNERS_MAX {

@@ -50,7 +50,7 @@ mod tests {
 
     /// In every order of leases and `close`, the region is unmapped exactly once, and never while a lease lives.
     #[test]
-    fn a_closed_region_is_unmapped_once_and_by_the_last() {
+    fn closed_region_is_unmapped_once_by_its_last_user() {
         for _ in 0..500 {
             let (users, inside, unmapped) = (LeaseCount::new(), AtomicUsize::new(0), AtomicUsize::new(0));
             let unmap = || {

@@ -29,7 +29,7 @@ fn bytes(memory: &mut FileMemory) -> &mut [u8] {
 }
 
 #[test]
-fn what_a_child_writes_reaches_nobody() -> Result<(), Error> {
+fn writes_of_a_forked_child_do_not_reach_the_parent_or_the_file() -> Result<(), Error> {
     let file = sevens();
     let mut memory = FileMemory::new(file.as_fd(), BYTES)?;
     // Drops a mapping before the fork. The fork handler must skip the addresses of this mapping, because the kernel may

@@ -40,7 +40,7 @@ proptest! {
     /// two leases may share a byte. The bytes of a lease may change only through this lease. The counters of the arena
     /// must equal the counters of the model.
     #[test]
-    fn the_arena_does_what_the_model_says(plan in plan(), steps in steps()) {
+    fn random_leases_of_an_arena_match_the_model(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
         let region = region(layout.reserved_bytes());
         let arena = Arena::new(&region, &plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -96,7 +96,7 @@ proptest! {
 
     /// After leases were taken and returned in any order, the arena must grant all slots of the plan at once.
     #[test]
-    fn nothing_fragments(plan in plan(), steps in steps()) {
+    fn all_planned_slots_are_granted_after_random_leases(plan in plan(), steps in steps()) {
         let layout = Layout::unbounded(&plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
         let region = region(layout.reserved_bytes());
         let arena = Arena::new(&region, &plan).map_err(|error| TestCaseError::fail(error.to_string()))?;
@@ -123,7 +123,7 @@ proptest! {
 /// Threads take a chunk, fill it with their mark, check it and return it. If two threads held the same chunk, a thread
 /// could find the mark of another thread.
 #[test]
-fn a_chunk_is_in_one_hand_at_a_time() -> Outcome {
+fn chunk_ring_leases_a_chunk_to_one_thread_at_a_time() -> Outcome {
     const CHUNK_BYTES: usize = 4096;
     const CHUNKS: usize = 3;
     const THREADS: u8 = 8;

@@ -39,7 +39,7 @@ fn forked(child: impl FnOnce() -> bool) -> i32 {
 }
 
 #[test]
-fn a_region_is_rounded_to_the_page_and_to_nothing_else() -> Result<(), Error> {
+fn region_bytes_are_rounded_up_to_whole_pages_only() -> Result<(), Error> {
     for bytes in [1, page_bytes(), page_bytes() + 1, 3_000_001, 5 << 20] {
         let region = Region::new(bytes, Pin::Off, OnFork::Copy, "exact")?;
         assert_eq!(region.asked_bytes(), bytes);
@@ -51,7 +51,7 @@ fn a_region_is_rounded_to_the_page_and_to_nothing_else() -> Result<(), Error> {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn region_rejects_impossible_sizes() {
     for bytes in [0, usize::MAX, usize::MAX / 2] {
         assert!(matches!(
             Region::new(bytes, Pin::Auto, OnFork::Copy, "no"),
@@ -97,7 +97,7 @@ fn huge_bytes_around(address: usize) -> usize {
 }
 
 #[test]
-fn large_regions_lie_on_huge_pages_where_there_are_any() -> Result<(), Error> {
+fn large_region_uses_as_many_huge_pages_as_possible() -> Result<(), Error> {
     let HugePages::Of(huge) = huge_pages() else { return Ok(()) };
     let possible = huge_bytes_by_hand(4 * huge, huge);
     let region = Region::new(4 * huge + page_bytes(), Pin::Off, OnFork::Copy, "huge")?;
@@ -127,7 +127,7 @@ fn making_a_region_can_be_interrupted() {
 
 /// After a fork, calls in the child must not wait for a lock that another thread of the parent held at the fork.
 #[test]
-fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
+fn forked_child_never_waits_for_a_lock_held_by_the_parent() -> Result<(), Error> {
     let region = Region::new(8 << 20, Pin::Off, OnFork::Copy, "locks")?;
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -156,7 +156,7 @@ fn a_fork_never_inherits_a_held_lock() -> Result<(), Error> {
 }
 
 #[test]
-fn pinning_says_what_it_got() -> Result<(), Error> {
+fn region_reports_its_pinning_or_why_it_is_not_pinned() -> Result<(), Error> {
     let off = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "off")?;
     assert_eq!((off.pinned(), off.why_not()), (Pinned::No, None));
     let auto = Region::new(page_bytes(), Pin::Auto, OnFork::Copy, "auto")?;
@@ -191,7 +191,7 @@ fn guard_pages_stop_an_overrun_on_either_side() -> Result<(), Error> {
 }
 
 #[test]
-fn a_closed_region_lives_as_long_as_its_leases() -> Result<(), Error> {
+fn closed_region_is_unmapped_after_its_last_lease() -> Result<(), Error> {
     let region = Region::new(2 * page_bytes(), Pin::Auto, OnFork::Copy, "closing")?;
     let arena = Arena::new(&region, &[(page_bytes(), 2)])?;
     let owner = arena.owner("test")?;
@@ -213,7 +213,7 @@ fn a_closed_region_lives_as_long_as_its_leases() -> Result<(), Error> {
 }
 
 #[test]
-fn closing_ends_a_wait() -> Result<(), Error> {
+fn close_ends_a_waiting_lease() -> Result<(), Error> {
     let region = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "waiting")?;
     let arena = Arena::new(&region, &[(page_bytes(), 1)])?;
     let owner = arena.owner("test")?;
@@ -241,7 +241,7 @@ fn a_region_belongs_to_one_arena_at_a_time() -> Result<(), Error> {
 }
 
 #[test]
-fn waiting_can_be_given_up() -> Result<(), Error> {
+fn waiting_lease_can_be_interrupted() -> Result<(), Error> {
     let region = Region::new(page_bytes(), Pin::Off, OnFork::Copy, "giving up")?;
     let arena = Arena::new(&region, &[(64, 1)])?;
     let owner = arena.owner("test")?;
@@ -259,7 +259,7 @@ fn waiting_can_be_given_up() -> Result<(), Error> {
 }
 
 #[test]
-fn a_fork_sees_what_was_chosen_and_harms_nothing() -> Result<(), Error> {
+fn on_fork_copies_or_wipes_the_childs_bytes_and_keeps_the_parents() -> Result<(), Error> {
     for (on_fork, seen) in [(OnFork::Copy, 7), (OnFork::Wipe, 0)] {
         let region = Region::new(page_bytes(), Pin::Auto, on_fork, "forked")?;
         let arena = Arena::new(&region, &[(64, 2)])?;

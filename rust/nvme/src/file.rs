@@ -331,7 +331,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn who_made_a_file_and_comes_too_late_for_its_lock_leaves_it() {
+    fn claim_that_loses_the_lock_race_keeps_the_winners_file() {
         let folder = Folder::new("late");
         let path = folder.path();
         let mut winner = None;
@@ -347,7 +347,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_file_that_was_used_in_the_meantime_is_not_ones_own_to_remove() {
+    fn undo_keeps_a_file_that_another_process_used_before_the_lock() {
         let folder = Folder::new("used");
         let path = folder.path();
         let (file, undo) = claimed(&path, &mut || {
@@ -362,7 +362,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_file_that_lost_its_name_before_it_was_locked_is_let_go() {
+    fn claim_retries_when_its_file_lost_the_name_before_the_lock() {
         let folder = Folder::new("name");
         let path = folder.path();
         // In turns 1 and 2 another process removes the file before `claim` locks it; in turn 2 it also creates another
@@ -403,7 +403,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_folder_of_a_new_file_is_synced_and_that_of_another_is_not() {
+    fn settle_syncs_the_folder_only_of_a_new_file() {
         let folder = Folder::new("synced");
         let path: Arc<Path> = Arc::from(folder.0.join("file"));
         let (file, ..) = claim(&path, Missing::Make, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
@@ -416,7 +416,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_was_made_goes_with_the_folder_that_was_made_for_it() {
+    fn undo_removes_the_new_folder_unless_it_has_other_files() {
         let folder = Folder::new("folder");
         let path: Arc<Path> = Arc::from(folder.0.join("new/file"));
         assert!(claim(&path, Missing::Make, &mut || {}).is_err());

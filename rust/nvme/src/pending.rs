@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pending_file_is_taken_over_from_the_dead_and_not_from_the_living() {
+    fn pending_takes_over_only_an_unlocked_leftover_file() {
         let folder = Folder::new("pending");
         let path = folder.path();
         let (alive, undo, name) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_nobodys_leftover_keeps_its_pending_name() {
+    fn pending_rejects_and_keeps_a_foreign_file_or_link() {
         let folder = Folder::new("foreign");
         let path = folder.path();
         drop(fs::write(folder.0.join("file.new"), "theirs"));
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_that_race_for_a_name_one_gets_it() {
+    fn pending_that_loses_the_race_for_a_name_leaves_the_winners_file() {
         let folder = Folder::new("race");
         let path = folder.path();
         // While `late` opens the pending file, the winner fills that file and renames it.
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_taken_meanwhile_stays_with_whoever_has_it() {
+    fn take_name_rejects_a_path_that_another_file_has_taken() {
         let folder = Folder::new("taken");
         let path = folder.path();
         let (file, undo, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_taken_by_a_link_where_the_file_system_renames_no_other_way() {
+    fn link_new_takes_the_name_by_a_link_and_removes_the_pending_name() {
         let folder = Folder::new("link");
         let path = folder.path();
         let (file, _, _) = pending(&path, &mut || {}).unwrap_or_else(|error| panic!("{error}"));

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_and_lone_magic_bytes_are_nobodys_and_a_superblock_is_somebodys() {
+    fn find_ignores_lone_magic_bytes_and_finds_a_superblock() {
         let mut bytes = vec![0; 1 << 20];
         assert_eq!(find(&edges(&bytes)), None);
         assert_eq!(find(&edges(&bytes[..4096])), None, "a device smaller than any label");

@@ -66,7 +66,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn stripes_go_round_the_devices() {
+    fn locate_distributes_stripes_round_robin() {
         let striping = Striping::new(3, 4096);
         assert_eq!(striping.locate(0), Location { device: 0, offset: 0, contiguous_bytes: 4096 });
         assert_eq!(striping.locate(4097), Location { device: 1, offset: 1, contiguous_bytes: 4095 });

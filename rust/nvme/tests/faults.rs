@@ -92,7 +92,7 @@ fn random_operations_agree_with_a_plain_array() {
 }
 
 #[test]
-fn neighbours_in_one_block_never_undo_each_other() {
+fn concurrent_writes_in_one_block_keep_each_others_bytes() {
     let faults = Faults { reorder: true, delay: Duration::from_micros(50), ..Faults::default() };
     let volume = Arc::new(opened(&[SimDisk::new(DISK_BYTES)], &faults));
     // Starts 16 threads. Each thread writes every 16th run of 29 bytes, so neighbouring runs belong to different
@@ -117,7 +117,7 @@ fn neighbours_in_one_block_never_undo_each_other() {
 }
 
 #[test]
-fn a_whole_block_and_a_part_of_it_are_both_there() {
+fn overlapping_writes_leave_no_former_bytes() {
     // After two overlapping writes, each byte must come from one of these two writes. No byte may keep its former
     // value.
     for seed in 0..200 {
@@ -141,7 +141,7 @@ fn a_whole_block_and_a_part_of_it_are_both_there() {
 }
 
 #[test]
-fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
+fn device_error_fails_only_its_own_ticket() {
     for (index, errno) in ERRNOS.into_iter().enumerate() {
         for action in [Action::Read, Action::Write] {
             let faults = Faults {
@@ -183,7 +183,7 @@ fn every_error_is_on_its_ticket_and_the_rest_goes_on() {
 }
 
 #[test]
-fn a_failed_flush_stays_failed() {
+fn flush_fails_forever_after_one_failed_flush() {
     let mut failed = 0;
     for seed in 0..20 {
         // The device fails half of its flushes. So after the first failed flush, the device reports success for some
@@ -207,7 +207,7 @@ fn a_failed_flush_stays_failed() {
 }
 
 #[test]
-fn a_durable_write_that_failed_fails_the_flushes_after_it() {
+fn failed_durable_write_fails_all_later_flushes() {
     let faults = Faults { errors: vec![(Action::Write, libc::EIO, 1000)], ..Faults::default() };
     let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
     let durable = volume.write_durable(vec![1; 4096], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
@@ -219,7 +219,7 @@ fn a_durable_write_that_failed_fails_the_flushes_after_it() {
 }
 
 #[test]
-fn a_write_that_failed_unheard_is_told_once_by_the_next_flush_or_the_close() {
+fn error_of_a_dropped_write_is_returned_once_by_flush_or_close() {
     let faults = Faults { errors: vec![(Action::Write, libc::ENOSPC, 1000)], ..Faults::default() };
     for by_close in [false, true] {
         let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
@@ -232,7 +232,7 @@ fn a_write_that_failed_unheard_is_told_once_by_the_next_flush_or_the_close() {
 }
 
 #[test]
-fn what_was_flushed_survives_a_loss_of_power_and_the_rest_may_not() {
+fn power_loss_keeps_flushed_and_durable_writes_and_may_lose_others() {
     let mut seen = HashSet::new();
     for seed in 0..60 {
         let disk = SimDisk::new(8192);
@@ -254,7 +254,7 @@ fn what_was_flushed_survives_a_loss_of_power_and_the_rest_may_not() {
 }
 
 #[test]
-fn a_flush_is_of_every_device() {
+fn flush_reaches_every_device() {
     for seed in 0..20 {
         let disks: Vec<SimDisk> = (0..3).map(|_| SimDisk::new(16_384)).collect();
         let volume = opened(&disks, &Faults { seed, ..Faults::default() });
@@ -269,7 +269,7 @@ fn a_flush_is_of_every_device() {
 }
 
 #[test]
-fn dropped_tickets_and_a_dropped_volume_finish_what_they_began() {
+fn dropped_tickets_and_volume_still_finish_their_writes() {
     let disk = SimDisk::new(DISK_BYTES);
     let faults = Faults { delay: Duration::from_millis(2), reorder: true, ..Faults::default() };
     let volume = opened(std::slice::from_ref(&disk), &faults);
@@ -284,7 +284,7 @@ fn dropped_tickets_and_a_dropped_volume_finish_what_they_began() {
 }
 
 #[test]
-fn a_wait_ends_in_time_and_what_was_waited_for_goes_on() {
+fn read_continues_after_its_wait_timed_out_or_was_interrupted() {
     let faults = Faults { delay: Duration::from_millis(400), seed: 3, ..Faults::default() };
     let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
     let ticket = volume.read(vec![1; 64], 0).unwrap_or_else(|refused| panic!("{}", refused.error));
@@ -298,7 +298,7 @@ fn a_wait_ends_in_time_and_what_was_waited_for_goes_on() {
 }
 
 #[test]
-fn bad_ranges_are_refused_before_anything_is_done() {
+fn operations_past_the_end_or_after_close_are_rejected() {
     let volume = opened(&[SimDisk::new(8192)], &Faults::default());
     for (offset, nbytes) in [(8192, 1), (0, 8193), (u64::MAX, 1), (u64::MAX - 4, 8)] {
         let refused = volume.write(vec![5; nbytes], offset).err().unwrap_or_else(|| panic!("{offset} {nbytes}"));

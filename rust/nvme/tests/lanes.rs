@@ -59,7 +59,7 @@ fn depth_of_one() -> Options {
 }
 
 #[test]
-fn a_read_of_the_first_lane_overtakes_writes_that_are_queued() {
+fn first_lane_read_overtakes_queued_writes_of_a_file() {
     for backend in [BackendChoice::Auto, BackendChoice::Threads] {
         let name = format!("memascend-nvme-lanes-{}-{backend:?}", std::process::id());
         let path = std::env::temp_dir().join(name);
@@ -80,14 +80,14 @@ fn a_read_of_the_first_lane_overtakes_writes_that_are_queued() {
 }
 
 #[test]
-fn a_simulated_device_has_lanes_too() {
+fn first_lane_read_overtakes_queued_writes_of_a_simulated_device() {
     let faults = Faults { delay: Duration::from_micros(300), ..Faults::default() };
     let disk = SimDisk::new((WRITES + 1) * BLOCK);
     check(&sim::open(&[disk], &faults, &depth_of_one()).unwrap_or_else(|error| panic!("{error}")));
 }
 
 #[test]
-fn the_lane_of_a_read_changes_no_byte() {
+fn reads_return_the_written_bytes_in_both_lanes() {
     const PLACES: usize = 64;
     const BYTES: usize = 6000;
     for seed in 0..40 {

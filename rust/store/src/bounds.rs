@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_ends_inside_a_page_is_refused_where_another_follows() {
+    fn chunk_that_ends_inside_a_page_is_rejected_unless_it_is_the_last() {
         let bool_of = |numel: u64| Record { shape: vec![numel], ..described(Dtype::Bool, &[]) };
         // 51,200 elements of 16 bits fill 25 pages. 51,200 elements of 8 bits fill 12.5 pages.
         assert!(bool_of(51_200).checked(51_200).is_ok());
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_grain_says_how_many_items_there_are() {
+    fn checked_rejects_a_state_length_that_does_not_match_its_grain() {
         let with = |grain: u32, numel: u64| {
             let mut record = described(Dtype::Bf16, &[("scale", Dtype::F32, numel)]);
             record.state[0].grain = grain;

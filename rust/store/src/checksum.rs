@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_thing_that_a_checksum_is_bound_to_changes_it() {
+    fn checksum_depends_on_uuid_subject_place_version_and_bytes() {
         let bytes = [7; 4096];
         let all = [
             checksum(&[0; 16], Subject::Extent, (0, 0), 0, &bytes),
@@ -90,14 +90,14 @@ mod tests {
     }
 
     #[test]
-    fn it_is_xxh3() {
+    fn checksum_of_no_bytes_is_the_xxh3_constant() {
         // The XXH3 specification gives this value for an empty input and seed 0.
         assert_eq!(XxHash3_64::oneshot(b""), 0x2D06_8005_38D3_94C2);
         assert_eq!(Checksum::default().value(), 0x2D06_8005_38D3_94C2);
     }
 
     #[test]
-    fn in_parts_it_is_the_same() {
+    fn checksum_updated_in_parts_equals_oneshot() {
         let bytes: Vec<u8> = (0..10_000_u32).map(|number| (number * 31).to_le_bytes()[1]).collect();
         let mut parts = Checksum::default();
         for part in bytes.chunks(977) {

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn records_that_are_missing_and_left_over_are_told_by_name() {
+    fn difference_names_missing_and_extra_records() {
         let mut other = layers(12);
         other.rotate_left(1);
         let names = "\"layers.8.weight\", \"layers.9.weight\", \"layers.10.weight\" and 1 more";
@@ -194,7 +194,7 @@ mod tests {
     type Change = fn(&mut Description);
 
     #[test]
-    fn whatever_differs_is_said_and_of_many_records_how_many() {
+    fn difference_names_the_changed_field_and_counts_further_records() {
         let there = description(layers(3));
         assert_eq!(there.difference(&there.clone()), None);
         let changed: [(Change, &str); 10] = [
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn other_rows_are_refused() {
+    fn difference_rejects_other_rows_of_a_shard() {
         let (whole, rows) = (description(layers(2)), |firsts: [u64; 2]| Description {
             first_elements: firsts.to_vec(),
             ..description(layers(2))

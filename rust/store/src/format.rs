@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn each_format_has_its_bytes() {
+    fn record_bytes_match_the_format_and_dtype() {
         let (f32, bf16, f16) = (Dtype::F32, Dtype::Bf16, Dtype::F16);
         for (dtype, format, adam, momentum) in [
             (f32, Format::Bf16, 4 * 64, 2 * 64),
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_is_not_its_formats_is_refused() {
+    fn checked_format_rejects_state_of_another_format() {
         for format in Format::ALL.map(|row| row.0).into_iter().filter(|format| *format != Format::Plain) {
             assert_eq!(format.row().0, format);
             assert_eq!(Format::from_name(format.name()), Some(format));

@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_comes_back() {
+    fn head_decodes_to_the_encoded_fields() {
         let bytes = head().encode();
         assert_eq!(Head::decode(&bytes), Ok(head()));
         assert!(bytes.len() as u64 <= head_bytes_max(2, 2));
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_malformed_is_refused() {
+    fn decode_rejects_a_malformed_head() {
         let reason = |head: &Head| Head::decode(&head.encode()).err().unwrap_or_default();
         let broken = |change: &dyn Fn(&mut Head)| {
             let mut head = head();

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_label_of_another_version_is_of_that_version_whatever_else_it_says() {
+    fn label_of_another_version_is_read_as_that_version() {
         let uuid = [7; 16];
         let label = Label { uuid, index: 0, devices: Devices { count: 1, stripe_bytes: PAGE_BYTES } };
         for (version, expected) in

@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blank_page_beside_a_root_was_lost() {
+    fn lost_reports_a_blank_page_whose_root_the_other_root_names() {
         let beside = |beside| Page::Whole(Root { generation: 3, beside, ..Root::default() });
         assert_eq!(lost(&[Page::Blank, Page::Blank]), None);
         assert_eq!(lost(&[Page::Marked, beside(Beside::Root(2))]), None);

@@ -61,7 +61,7 @@ mod tests {
     const RING: Ring = Ring { offset: 1 << 20, bytes: 8 * PAGE_BYTES };
 
     #[test]
-    fn what_does_not_fit_before_the_end_goes_to_the_beginning() {
+    fn fit_wraps_to_the_start_and_never_overwrites_the_oldest_bytes() {
         let page = PAGE_BYTES;
         assert_eq!(RING.fit(0, 0, 8 * page), Some(0));
         assert_eq!(RING.fit(0, page, 8 * page), None);
@@ -72,7 +72,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn so_many_steps_fit_as_it_says(
+        fn ring_of_bytes_for_n_steps_fits_n_steps(
             pages in proptest::collection::vec(1_u64..6, 1..5),
             steps in 1_u64..5,
             start in 0_u64..40,

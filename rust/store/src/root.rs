@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_by_its_name() {
+    fn root_error_names_the_unknown_or_missing_feature_or_flag() {
         assert_eq!(roundtrip(&root()), Ok(()));
         let mut with_log = root();
         with_log.log.offset = 4096;
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_comes_back() {
+    fn root_decodes_to_the_encoded_fields() {
         let both = |first: u64| [first, first + 1];
         let full = Root {
             uuid: UUID,
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_counts_where_no_root_is_whole() {
+    fn torn_root_page_reads_as_a_mark_only_without_a_whole_root() {
         let (mark, blank, root) = (mark(&UUID), vec![0; PAGE_BYTES as usize], root().encode());
         let torn = |first: &[u8], last: &[u8]| {
             let (half, sector) = (PAGE_BYTES as usize / 2, |page: &[u8]| page[PAGE_BYTES as usize / 2..].to_vec());

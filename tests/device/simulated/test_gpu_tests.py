@@ -19,13 +19,13 @@ WITHOUT_NUMBERS = {
     "device/test_device.py": (
         15,
         [
-            "test_it_says_that_it_is_there",
-            "test_no_memory_for_the_units",
-            "test_host_memory_does_not_depend_on_the_model",
+            "test_parameters_report_the_device_and_cannot_be_moved",
+            "test_offload_without_device_memory_fails_and_changes_nothing",
+            "test_host_memory_does_not_grow_with_the_number_of_blocks",
             "test_a_registration_that_was_refused_is_reported",
-            "test_a_device_that_fails",
-            "test_a_stream_that_is_being_captured",
-            "test_code_that_is_compiled_to_be_captured",
+            "test_failed_device_call_raises_and_the_run_resumes",
+            "test_run_rejects_calls_during_a_graph_capture_and_then_continues",
+            "test_code_compiled_with_cuda_graphs_is_rejected",
         ],
     ),
     "activations/test_from_a_device.py": (11, []),
@@ -36,17 +36,20 @@ LATER = {
         3,
         [
             "test_the_chunks_are_registered",
-            "test_the_host_waits_for_no_computation_in_a_forward",
-            "test_a_device_that_is_not_there",
+            "test_forward_and_fused_backward_do_not_synchronise",
+            "test_offload_rejects_an_absent_cuda_device",
         ],
     ),
-    "kernels/test_kernels_gpu.py": (2, ["test_the_device_has_the_kernels", "test_nothing_waits_for_the_device"]),
+    "kernels/test_kernels_gpu.py": (
+        2,
+        ["test_cuda_route_is_triton", "test_check_and_unscale_does_not_synchronize_the_device"],
+    ),
     "memory/test_memory_cuda.py": (1, ["test_a_real_device_copies_from_a_region"]),
 }
 
 
 @pytest.mark.parametrize("path", [*WITHOUT_NUMBERS, *(pytest.param(path, marks=LONG) for path in LATER)])
-def test_they_pass(simulated, path):
+def test_gpu_tests_that_compare_no_values_pass(simulated, path):
     count, names = {**WITHOUT_NUMBERS, **LATER}[path]
     whole = str(build.ROOT / "tests" / path)
     chosen = [f"{whole}::{name}" for name in names] or [whole]
@@ -54,7 +57,7 @@ def test_they_pass(simulated, path):
 
 
 @LONG
-def test_the_benchmark_of_kernels_ends(simulated):  # noqa: ARG001 - the fixture builds the library
+def test_kernel_benchmark_completes_all_checks(simulated):  # noqa: ARG001 - the fixture builds the library
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.kernels_gpu", "--mebibytes", "1"],
         env=build.environment(), cwd=build.ROOT, capture_output=True, text=True, timeout=280, check=False,
@@ -76,7 +79,7 @@ sys.modules["trl"] = None
 
 @LONG
 @pytest.mark.timeout(600)
-def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture builds the library
+def test_headline_benchmark_completes_steps_of_memascend_and_torch(simulated, tmp_path):  # noqa: ARG001 - the fixture builds the library
     """On the simulated device, the benchmark must complete steps with memascend and with torch."""
     shape = {
         "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
@@ -106,7 +109,7 @@ def test_the_headline_ends(simulated, tmp_path):  # noqa: ARG001 - the fixture b
 
 @LONG
 @pytest.mark.parametrize(("room", "fits"), [(1.15, True), (1.0, False)])
-def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fits):
+def test_trainer_steps_by_layer_only_if_activations_fit_on_the_device(simulated, room, fits):
     """A step by layer must take as much memory as predicted.
 
     If `fits` is false, the device memory is too small for a step by layer. Then micro-batches must run one after the
@@ -129,14 +132,14 @@ def test_a_trainer_goes_by_layer_where_activations_have_room(simulated, room, fi
 @pytest.mark.parametrize(
     "habit", usual(["on_the_device_already", "cache_emptied", "under_a_default_device"], "on_the_device_already")
 )
-def test_the_first_device(simulated, habit):
+def test_training_on_the_first_device_makes_no_context_on_the_second(simulated, habit):
     found = simulated(f"habits.{habit}")
     fine(found)
     assert found["on"] == "cuda:0"
     assert found["contexts"] == [1, 0]
 
 
-def test_the_second_device(simulated):
+def test_training_on_the_second_device_makes_no_context_on_the_first(simulated):
     """The first device must get no context, because a context takes memory."""
     found = simulated("habits.second_device")
     fine(found)
@@ -145,23 +148,23 @@ def test_the_second_device(simulated):
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_copies_to_the_second_device_from_the_first(simulated, ours):
+def test_copy_to_the_second_device_makes_no_context_on_the_first(simulated, ours):
     assert simulated("habits.copies_to_the_second_device", ours=ours) == {"same": True, "contexts": [0, 1]}
 
 
-def test_a_device_that_is_made_visible(simulated):
+def test_offload_uses_the_device_that_cuda_visible_devices_selects(simulated):
     found = simulated("habits.checked", env={"CUDA_VISIBLE_DEVICES": "1"})
     fine(found)
     assert (found["on"], found["name"]) == ("cuda:0", "Simulated GPU 1")
 
 
-def test_no_device_is_visible(simulated):
+def test_offload_without_a_visible_device_suggests_the_cpu(simulated):
     said = simulated("habits.refused_device", env={"CUDA_VISIBLE_DEVICES": ""})
     assert "there is no CUDA device" in said
     assert "device='cpu'" in said
 
 
-def test_autocast(simulated):
+def test_training_under_autocast_has_no_faults(simulated):
     assert simulated("habits.autocast") == {"steps": 2, "faults": []}
 
 
@@ -174,13 +177,13 @@ def test_autocast(simulated):
         pytest.param("prepared", {"before": True}, marks=LONG),
     ],
 )
-def test_a_model_that_accelerate_places(simulated, habit, how):
+def test_model_placed_by_accelerate_trains_without_faults(simulated, habit, how):
     pytest.importorskip("accelerate")
     assert simulated(f"habits.{habit}", **how) == {"steps": 2, "faults": []}
 
 
 @pytest.mark.parametrize("where", ["several", "offloaded"])
-def test_a_device_map_that_divides(simulated, where):
+def test_offload_rejects_a_device_map_that_splits_the_model(simulated, where):
     """offload() must raise an error before it changes anything.
 
     Otherwise the weights that accelerate keeps outside this device would be lost.

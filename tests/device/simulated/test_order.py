@@ -7,8 +7,8 @@ LONG = pytest.mark.slow
 pytestmark = pytest.mark.simulated
 MODES = ["fused", "ssd", "ram"]
 KINDS = ["plain", "recomputed", "tied", "streams", "aside"]
-# The cases of `test_order` that `make test` runs. In `make test`, other tests of this file train plain, recomputed and
-# "aside" models.
+# The cases of `test_each_stream_reads_tensors_only_after_their_arrival` that `make test` runs. In `make test`, other
+# tests of this file train plain, recomputed and "aside" models.
 SHORT = {("tied", "ram"), ("streams", "ssd")}
 CASES = [
     pytest.param(kind, mode, marks=[] if (kind, mode) in SHORT else LONG, id=f"{kind}-{mode}")
@@ -25,12 +25,12 @@ def fine(found, least=20):
 
 
 @pytest.mark.parametrize(("kind", "mode"), CASES)
-def test_order(simulated, kind, mode):
+def test_each_stream_reads_tensors_only_after_their_arrival(simulated, kind, mode):
     fine(simulated("order.train", kind=kind, gradients=mode))
 
 
 @pytest.mark.parametrize(("mode", "activations", "slow"), covered(MODES, ["host", "ssd"], ["in", "own", "out"]))
-def test_order_of_arrival(simulated, mode, activations, slow):
+def test_reads_are_correct_on_new_streams_with_one_delayed_stream(simulated, mode, activations, slow):
     """Each step runs on a new stream, and one stream (`slow`) is delayed."""
     # An activation of this size has more pieces than there are chunks.
     larger = {"activation": 5 << 17} if activations == "ssd" else {}
@@ -75,7 +75,7 @@ SHORT_LATE = {"compute", "closed with gradients"}
         ]
     ],
 )
-def test_what_is_late(simulated, life, options):
+def test_each_late_copy_or_computation_is_awaited(simulated, life, options):
     fine(simulated(life, **options), 2)
 
 
@@ -83,13 +83,13 @@ def test_what_is_late(simulated, life, options):
 @pytest.mark.parametrize("how", ["", " by Ctrl-C", " for lack of memory"])
 @pytest.mark.parametrize("where", ["a forward", "a backward"])
 @LONG
-def test_a_step_that_fails(simulated, where, how, mode):
+def test_step_is_repeated_correctly_after_a_failure(simulated, where, how, mode):
     fine(simulated("lives.fails", where=where + how, gradients=mode))
 
 
 @pytest.mark.parametrize("life", ["several", "forked", "again"])
 @LONG
-def test_lives(simulated, life):
+def test_reads_are_correct_with_two_models_a_fork_or_two_backwards(simulated, life):
     fine(simulated(f"lives.{life}"))
 
 
@@ -111,14 +111,14 @@ def test_lives(simulated, life):
         ),
     ],
 )
-def test_micro_batches_by_layer(simulated, gradients, options):
+def test_micro_batches_by_layer_read_only_arrived_tensors(simulated, gradients, options):
     found = simulated("lives.accumulated", gradients=gradients, **options)
     fine(found, 200)
     assert found["by_layer"] is True
 
 
 @LONG
-def test_random_numbers_of_micro_batches(simulated):
+def test_micro_batches_by_layer_draw_the_random_numbers_of_a_loop(simulated):
     found = simulated("lives.random_numbers")
     fine(found)
     assert (found["by_layer"], found["same"]) == (True, True)
@@ -128,7 +128,7 @@ def test_random_numbers_of_micro_batches(simulated):
     ("gradients", "slow"),
     [("fused", "in"), *(pytest.param(mode, late, marks=LONG) for mode in (*MODES, "auto") for late in ("own", "out"))],
 )
-def test_several_optimizers(simulated, gradients, slow):
+def test_muon_and_adamw_together_read_only_arrived_tensors(simulated, gradients, slow):
     """The engine's thread runs Muon's own code on whole matrices. The engine itself computes AdamW."""
     fine(
         simulated(
@@ -141,7 +141,7 @@ def test_several_optimizers(simulated, gradients, slow):
     ("optimizer", "slow"),
     [("sgd", "out"), *(pytest.param(of, late, marks=LONG) for of in ("sgd", "several") for late in ("own", "in"))],
 )
-def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
+def test_early_updates_are_kept_or_repeated_when_the_norm_is_known(simulated, optimizer, slow):
     """step() keeps the early updates of one step.
 
     In two other steps, step() discards the early updates, and repeats them from the written gradients.
@@ -154,7 +154,7 @@ def test_updates_that_begin_before_the_norm(simulated, optimizer, slow):
 @pytest.mark.parametrize(
     ("mode", "kind"), [("ssd", "tied"), *(pytest.param(mode, "recomputed", marks=LONG) for mode in ("fused", "ram"))]
 )
-def test_what_the_host_holds_reaches_a_device_without_room(simulated, mode, kind):
+def test_state_in_ram_reaches_a_device_with_the_smallest_budget(simulated, mode, kind):
     found = simulated("lives.narrow", gradients=mode, kind=kind)
     fine(found)
     assert found["held"]
@@ -162,19 +162,19 @@ def test_what_the_host_holds_reaches_a_device_without_room(simulated, mode, kind
 
 @pytest.mark.parametrize("mode", MODES)
 @LONG
-def test_another_device_than_the_current_one(simulated, mode):
+def test_reads_are_correct_on_a_device_other_than_the_current_device(simulated, mode):
     fine(simulated("order.train", kind="recomputed", gradients=mode, activations="host", device="cuda:1"))
 
 
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=LONG), True])
-def test_exit_without_close(simulated, backward):
+def test_interpreter_exits_without_close_while_copies_are_in_flight(simulated, backward):
     """The interpreter ends while copies are in flight."""
     assert simulated("lives.left", backward=backward, whole=True) == "fine"
 
 
 @pytest.mark.parametrize("options", [{"slow": "in"}, {"slow": "out", "backward": True}])
 @LONG
-def test_a_model_that_is_dropped(simulated, options):
+def test_dropping_a_model_frees_memory_only_after_its_copies(simulated, options):
     fine(simulated("lives.closed", dropped=True, gradients="fused", **options))
 
 
@@ -200,7 +200,7 @@ def waits(counted):
 
 
 @pytest.mark.parametrize(("gradients", "options"), WAITS)
-def test_a_step_waits_once(simulated, gradients, options):
+def test_passes_and_step_each_synchronise_at_most_once(simulated, gradients, options):
     """A checkpointed model's forward and backward synchronise at most once together, and `step()` at most once."""
     passes, step = simulated("order.counted", gradients=gradients, kind="recomputed", **options)
     synchronised, events = waits(passes)
@@ -233,7 +233,7 @@ def test_gradients_are_checked_by_few_launches(simulated, gradients, launches):
 
 
 @pytest.mark.parametrize("way", ["uploads", "downloads"])
-def test_copies_go_on_beside_what_computes(simulated, way):
+def test_copies_continue_during_computation(simulated, way):
     found = simulated(f"order.{way}_go_on")
     fine(found, 16)
     assert found["arrived"] >= found["needed"]

@@ -57,7 +57,7 @@ def folded(tensors, factor=1.0):
 
 
 @pytest.mark.parametrize(("numel", "is_spread", "dtype"), SUMS, ids=str)
-def test_a_sum_is_the_one_of_the_cpu(numel, is_spread, dtype):
+def test_check_sum_of_squares_equals_the_cpu_kernel(numel, is_spread, dtype):
     """The folded sum also has the bits of Python's `fsum`."""
     tensor = (spread if is_spread else randoms)(numel, dtype)
     before = tensor.clone()
@@ -95,7 +95,7 @@ def tiles(dtype):
 
 
 @pytest.mark.parametrize(("case", "dtype"), covered(MAGNITUDES, DTYPES), ids=str)
-def test_tiles_of_other_magnitudes(case, dtype):
+def test_check_is_exact_for_tiles_of_different_magnitudes(case, dtype):
     values = tiles(dtype)[case]
     assert found([values]) == [kernels.checked(values)]
     # The kernel reads some tiles a second time, and must not multiply these tiles by the factor again.
@@ -109,7 +109,7 @@ def test_tiles_of_other_magnitudes(case, dtype):
 
 
 @pytest.mark.parametrize(("place", "dtype"), covered(PLACES, DTYPES), ids=str)
-def test_one_nonfinite_is_found(place, dtype):
+def test_check_finds_one_nonfinite_element_at_any_position(place, dtype):
     where, bad = place
     # All other elements are zero, so only the position of the non-finite element matters.
     tensor = torch.zeros(CHUNK + 41, dtype=dtype)
@@ -121,7 +121,7 @@ def test_one_nonfinite_is_found(place, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_nan_beside_an_infinity_is_one(dtype):
+def test_sum_of_squares_with_nan_and_infinity_is_nan(dtype):
     tensor = torch.tensor([math.inf, 1.0, math.nan], dtype=dtype)
     assert math.isnan(folded([tensor])[1])
     assert math.isnan(found([tensor])[0][1])
@@ -135,7 +135,7 @@ def test_a_result_that_overflows_its_dtype_is_found():
 
 # All bits of the magnitude `1 - 2.0**-24` are set, and are the highest bits of its grid (see squares_jit.py).
 @pytest.mark.parametrize("magnitude", [1e-45, 1e-30, 1e-20, 1.0, 1e19, 1e25, 1 - 2.0**-24, 3.4e38])
-def test_equal_magnitudes(magnitude):
+def test_sum_of_squares_of_equal_elements_is_exact(magnitude):
     """All elements are equal, so the integer sums of squares on a grid are large.
 
     A float would lose the last bits of these sums.
@@ -146,7 +146,7 @@ def test_equal_magnitudes(magnitude):
 
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("tiny", [0.0, 2.0**-149])
-def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, tiny):
+def test_tie_rounds_to_even_unless_the_smallest_square_is_added(odd, tiny):
     # The squares add to 2^80 + 2^27. This sum is a tie, because the last bit of 2^80 in float64 is 2^28. `odd` adds
     # 2^28, which sets this last bit.
     tie = [2.0**40, 2.0**13, 2.0**13, *([2.0**14] if odd else [])]
@@ -155,7 +155,7 @@ def test_a_tie_is_rounded_to_even_unless_the_smallest_square_is_beside_it(odd, t
     assert folded([values]) == (False, 2.0**80 + up)
 
 
-def test_many_tensors_of_all_dtypes_and_alignments():
+def test_check_of_many_tensors_of_all_dtypes_and_alignments_equals_cpu():
     base = [randoms(1000 + 100 * i + CHUNK * (i % 8 == 1), DTYPES[i % 3], seed=i) for i in range(24)]
     tensors = [tensor[i % 5 :] for i, tensor in enumerate(base)]
     assert found(tensors) == [kernels.checked(tensor) for tensor in tensors]
@@ -168,7 +168,7 @@ def test_many_tensors_of_all_dtypes_and_alignments():
     assert [bad for bad, _ in found(tensors)].index(True) == 17
 
 
-def test_empty_tensors_among_others(monkeypatch):
+def test_check_accepts_empty_tensors_and_empty_lists(monkeypatch):
     monkeypatch.setattr(check, "route", lambda _: kernels.Route(name="triton", why="interpreted"))
     tensors = [torch.zeros(0), randoms(5, torch.bfloat16), torch.zeros(0).half(), randoms(TILE + 1)]
     sums = new_sums(len(tensors), CPU)
@@ -183,7 +183,7 @@ def test_empty_tensors_among_others(monkeypatch):
 @pytest.mark.parametrize(("betas", "weight_decay"), [((0.9, 0.999), 0.1), ((0.3, 0.95), 0.0), ((0.0, 0.0), 0.1)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16], ids=str)
-def test_adamw(decoupled, betas, weight_decay, dtype, out):
+def test_adamw_kernel_has_same_bits_as_its_reference(decoupled, betas, weight_decay, dtype, out):
     numel = 3000
     state = [randoms(numel, torch.float32, 1), randoms(numel, dtype, 2), torch.zeros(numel), torch.zeros(numel)]
     state.append(torch.zeros(numel, dtype=out) if out else None)

@@ -66,7 +66,7 @@ def fails_to_save(training, faulty):
 
 @pytest.mark.parametrize(("gradients", "durability"), [("fused", "step"), ("ssd", "step"), ("fused", "none")])
 @pytest.mark.parametrize("phase", [fails_in_forward, fails_in_backward, fails_to_write, fails_to_flush, fails_to_save])
-def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, gradients, durability):
+def test_disk_error_in_any_phase_keeps_the_last_commit(on_it, faulty, phase, gradients, durability):
     training = on_it(gradients=gradients)
     training.step(0)
     before = training.weights()
@@ -92,7 +92,7 @@ def test_an_error_in_any_phase_leaves_the_last_commit(on_it, faulty, phase, grad
     assert again.optimizer.steps == 2
 
 
-def test_an_error_in_close_is_said(on_it, faulty):
+def test_close_raises_a_disk_error_and_the_unclosed_store_is_rejected(on_it, faulty):
     training = on_it(durability="none")
     training.step(0)
     faulty.set(write=EIO)
@@ -104,7 +104,7 @@ def test_an_error_in_close_is_said(on_it, faulty):
         on_it()
 
 
-def test_the_way_to_the_commit_before_can_be_interrupted(on_it, faulty):
+def test_interrupted_open_of_the_previous_commit_changes_no_byte(on_it, faulty):
     training = on_it()
     training.step(0)
     training.step(1)
@@ -152,7 +152,7 @@ def fill(folder):
     assert left.f_bavail * left.f_frsize < 1 << 17
 
 
-def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, unchanged):
+def test_offload_to_a_too_small_disk_raises_and_changes_nothing(small_disk, unchanged):
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
     optimizer = adamw(model)
     check = unchanged(model, optimizer)
@@ -163,7 +163,7 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_moved(small_disk, 
     assert not (small_disk / "run.store").exists()
 
 
-def test_training_has_its_room_from_the_beginning(offloaded, small_disk):
+def test_steps_continue_on_a_full_disk_while_weight_copies_raise(offloaded, small_disk):
     """Once other files have filled the disk, copying the weights raises, but steps still work."""
     wide = torch.nn.Sequential(torch.nn.Embedding(64, 512), torch.nn.Linear(512, 64))
     training = offloaded(wide, storage=small_disk / "run.store", steps=1)

@@ -87,7 +87,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_ends_as_it_would_without_us_and_keeps_what_was_committed(tmp_path, loaded, end):
+def test_process_exit_keeps_the_status_the_error_and_the_last_commit(tmp_path, loaded, end):
     how, program, raised = ENDS[end]
     status = raised if isinstance(raised, int) else 1
     said = loaded(BEGIN + program, tmp_path / "run.store", how, status=status, whole=True)
@@ -156,7 +156,7 @@ def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
     assert "alive: False" in said
 
 
-def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
+def test_interrupted_recomputation_restores_the_saved_tensor_hooks(tmp_path):
     """An interrupted backward removes the saved-tensor hooks that it added, so the user's hooks are active again."""
     torch.manual_seed(0)
     model = Model(16, 3, reentrant=True)
@@ -192,7 +192,7 @@ def test_an_interrupt_within_a_recomputation_takes_nobodys_hooks(tmp_path):
         assert optimizer.steps == 1
 
 
-def test_a_backward_that_failed_holds_nothing(tmp_path):
+def test_zero_grad_frees_the_activations_of_a_failed_backward(tmp_path):
     """zero_grad() frees the activations of a failed backward.
 
     Without zero_grad(), torch would keep the activations until the next backward.
@@ -223,7 +223,7 @@ def test_a_backward_that_failed_holds_nothing(tmp_path):
         assert not kept
 
 
-def test_nothing_outlives_a_model_that_is_dropped(tmp_path):
+def test_dropped_model_frees_its_memory_files_and_threads(tmp_path):
     def once(storage):
         model = Stack()
         model, optimizer = memascend.offload(model, adamw(model), storage=storage, host_memory="64MiB")

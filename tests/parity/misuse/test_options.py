@@ -37,7 +37,7 @@ def refused(tmp_path, unchanged, model, optimizer, **options):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_that_is_wrong_is_named(tmp_path, unchanged, option):
+def test_offload_error_names_the_invalid_option(tmp_path, unchanged, option):
     model = Stack()
     assert option in refused(tmp_path, unchanged, model, adamw(model), **{option: OPTIONS[option]})
 
@@ -62,12 +62,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "optimizer", "options", "says"), REFUSED.values(), ids=REFUSED)
-def test_a_model_and_an_optimizer_that_do_not_go_together(tmp_path, unchanged, make, optimizer, options, says):
+def test_offload_rejects_an_optimizer_that_does_not_fit_the_model(tmp_path, unchanged, make, optimizer, options, says):
     model = make()
     assert re.search(says, refused(tmp_path, unchanged, model, optimizer(model), **options))
 
 
-def test_something_that_is_no_model_or_no_optimizer(tmp_path):
+def test_offload_rejects_objects_other_than_a_model_and_an_optimizer(tmp_path):
     model = Stack()
     for arguments in ((model.embed.weight, adamw(model)), (model, list(model.parameters())), (model, None)):
         with pytest.raises(ConfigError):
@@ -75,7 +75,7 @@ def test_something_that_is_no_model_or_no_optimizer(tmp_path):
     assert not (tmp_path / "run.store").exists()
 
 
-def test_a_model_is_offloaded_once(offloaded, tmp_path):
+def test_offload_rejects_an_already_offloaded_model_or_optimizer(offloaded, tmp_path):
     training = offloaded(steps=1)
     for model, optimizer in (
         (training.model, training.optimizer),
@@ -92,7 +92,7 @@ def test_a_model_is_offloaded_once(offloaded, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"])
-def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, kind):
+def test_multi_device_wrappers_are_rejected_and_fully_shard_is_named(tmp_path, unchanged, offloaded, kind):
     """offload() rejects a wrapped model, and wrapping an offloaded model raises. The errors name fully_shard."""
     wrap = {
         "DataParallel": nn.DataParallel,
@@ -117,7 +117,7 @@ def test_wrappers_that_train_on_several_devices(tmp_path, unchanged, offloaded, 
 # --- storage --------------------------------------------------------------------
 
 
-def test_memory_is_no_storage():
+def test_offload_rejects_storage_in_a_memory_file_system():
     model = Stack()
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
@@ -127,7 +127,7 @@ def test_memory_is_no_storage():
 
 
 @pytest.mark.parametrize("existing", ["refuse", "replace", "resume"])
-def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path, unchanged, existing):
+def test_offload_rejects_and_keeps_a_file_that_is_not_a_store(tmp_path, unchanged, existing):
     model, storage = Stack(), tmp_path / "letters.txt"
     storage.write_bytes(b"do not lose this\n" * 1000)
     optimizer = adamw(model)
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path, unchanged, existing):
     check()
 
 
-def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
+def test_existing_store_is_rejected_without_existing_resume_or_replace(offloaded):
     offloaded(steps=2).optimizer.close()
     with pytest.raises(ConfigError, match="existing="):
         offloaded()
@@ -147,7 +147,7 @@ def test_a_store_is_refused_unless_one_says_what_to_do_with_it(offloaded):
     assert offloaded(existing="replace").optimizer.steps == 0
 
 
-def test_a_store_of_another_model_is_refused_and_unharmed(offloaded, tmp_path, unchanged):
+def test_resume_error_names_how_the_store_and_the_model_differ(offloaded, tmp_path, unchanged):
     """The error names some of the records, shapes and dtypes that differ, and counts the remaining differences."""
     offloaded(steps=1).optimizer.close()
     there = Stack()

@@ -80,7 +80,7 @@ def flip(path, *places):
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_run_goes_on_from_the_commit_before(offloaded, tmp_path, damaged):
+def test_run_resumes_from_the_previous_commit_with_the_same_bits(offloaded, tmp_path, damaged):
     path = tmp_path / "run.store"
     pictures = trained(offloaded, 4)
     if damaged:
@@ -109,7 +109,7 @@ def test_a_run_goes_on_from_the_commit_before(offloaded, tmp_path, damaged):
     ],
     ids=lambda text: str(text)[:30],
 )
-def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hyperparameters):
+def test_invalid_contents_with_a_right_checksum_raise_corruption_error(offloaded, tmp_path, user, hyperparameters):
     path = tmp_path / "run.store"
     pictures = trained(offloaded, 2)
     with engine.Store.open(path) as store:
@@ -121,7 +121,7 @@ def test_values_that_no_version_wrote_are_damage(offloaded, tmp_path, user, hype
     assert picture(again(offloaded, "previous", lr=0.02)) == pictures[1]
 
 
-def test_there_has_to_be_a_commit_before(offloaded, tmp_path, unchanged):
+def test_existing_previous_rejects_a_store_without_previous_commit(offloaded, tmp_path, unchanged):
     model = Stack()
     optimizer = adamw(model)
     check = unchanged(model, optimizer, tmp_path / "run.store")
@@ -138,7 +138,7 @@ def test_there_has_to_be_a_commit_before(offloaded, tmp_path, unchanged):
         engine.Store.open(tmp_path / "run.store", existing="replace")
 
 
-def test_another_model_is_refused_before_anything_is_given_up(offloaded, tmp_path):
+def test_existing_previous_with_another_model_changes_no_byte(offloaded, tmp_path):
     trained(offloaded, 2)
     before = (tmp_path / "run.store").read_bytes()
     model = Stack(depth=3)
@@ -171,7 +171,7 @@ def verified(path, capsys):
     return status, text, said.err, json.loads(found)
 
 
-def test_verify_and_info_judge_both_commits(offloaded, tmp_path, capsys):
+def test_verify_and_info_report_both_commits(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     trained(offloaded, 3)
     status, text, wrong, found = verified(path, capsys)
@@ -204,7 +204,7 @@ def test_verify_and_info_judge_both_commits(offloaded, tmp_path, capsys):
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(2, True)]
 
 
-def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
+def test_verify_names_the_offset_of_a_damaged_extent(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     trained(offloaded, 1)
     with engine.Store.open(path) as store:
@@ -226,7 +226,7 @@ def test_verify_names_what_is_damaged_where(offloaded, tmp_path, capsys):
     assert "the root is damaged" in capsys.readouterr().err
 
 
-def test_a_store_in_the_middle_of_a_step_is_fine(offloaded, tmp_path, capsys):
+def test_verify_accepts_a_store_closed_in_the_middle_of_a_step(offloaded, tmp_path, capsys):
     path = tmp_path / "run.store"
     model = Noted()
     # The budget keeps no record in RAM, so the backward writes to the store.

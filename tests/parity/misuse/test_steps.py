@@ -53,7 +53,7 @@ TOO_LATE = [
 ]
 
 
-def test_used_gradients_have_no_values(fused):
+def test_gradient_handle_rejects_operations_after_its_update(fused):
     fused.loss(0).backward()
     gradient = fused.model.head.weight.grad
     assert (gradient.shape, gradient.dtype) == (fused.model.head.weight.shape, torch.float32)
@@ -77,7 +77,7 @@ def test_used_gradients_have_no_values(fused):
     assert not torch.zeros_like(gradient).any()
 
 
-def test_a_model_with_used_gradients_goes_to_where_it_is(fused):
+def test_model_cpu_keeps_used_gradients(fused):
     """Lightning calls model.cpu() after training. For each gradient, model.cpu() sets `p.grad.data = p.grad.cpu()`."""
     fused.loss(0).backward()
     kept = fused.model.head.weight.grad
@@ -95,7 +95,7 @@ def test_gradients_in_memory_are_plain_tensors(offloaded):
     training.optimizer.step()
 
 
-def test_an_option_that_changed_after_the_update_ran(fused):
+def test_step_rejects_an_option_changed_after_the_update_ran(fused):
     group = fused.optimizer.param_groups[0]
     for option, other in {"lr": 0.5, "betas": (0.5, 0.5), "maximize": True}.items():
         before = group[option]
@@ -107,7 +107,7 @@ def test_an_option_that_changed_after_the_update_ran(fused):
         group[option] = before
 
 
-def test_a_scaled_loss_is_begun_by_the_optimizer(offloaded):
+def test_loss_backward_of_an_fp16_model_is_rejected(offloaded):
     for gradients in ("fused", "ssd"):
         training = offloaded(Stack().half(), gradients=gradients, existing="replace")
         with training.keeps_weights():
@@ -119,7 +119,7 @@ def test_a_scaled_loss_is_begun_by_the_optimizer(offloaded):
         training.optimizer.close()
 
 
-def test_step_inside_of_forward(offloaded):
+def test_step_within_a_forward_is_rejected(offloaded):
     training = offloaded(steps=1)
     training.loss(0).backward()
     steps = training.model.blocks[1].register_forward_hook(lambda *_: training.optimizer.step())
@@ -129,7 +129,7 @@ def test_step_inside_of_forward(offloaded):
     training.step(1)
 
 
-def test_a_gradient_that_does_not_fit_is_refused_as_torch_does(offloaded):
+def test_grad_assignment_of_wrong_shape_or_type_raises_as_in_torch(offloaded):
     training = offloaded()
     weight = training.model.head.weight
     with pytest.raises(RuntimeError):
@@ -141,7 +141,7 @@ def test_a_gradient_that_does_not_fit_is_refused_as_torch_does(offloaded):
 # --- close(), user state, stored options -----------------------------------------------
 
 
-def test_after_close_nothing_works_and_it_says_why(offloaded):
+def test_calls_after_close_raise_usage_error(offloaded):
     training = offloaded(steps=1)
     training.optimizer.close()
     training.optimizer.close()
@@ -159,7 +159,7 @@ def test_after_close_nothing_works_and_it_says_why(offloaded):
             use()
 
 
-def test_an_exception_in_a_with_block_drops_what_was_not_committed(offloaded):
+def test_exception_in_a_with_block_drops_the_uncommitted_step(offloaded):
     training = offloaded()
     with pytest.raises(KeyError), training.optimizer as optimizer:  # noqa: PT012 - the test is about the block
         optimizer.user_state = {"position": 1}
@@ -175,7 +175,7 @@ def test_an_exception_in_a_with_block_drops_what_was_not_committed(offloaded):
     assert again.param_groups[0]["lr"] == 1e-2
 
 
-def test_weights_that_nobody_read_out_are_lost_with_a_warning():
+def test_close_of_a_temporary_store_with_unread_weights_warns():
     model = torch.nn.Linear(64, 64)
     model, optimizer = memascend.offload(model, adamw(model))
     model(torch.ones(1, 64)).sum().backward()
@@ -184,7 +184,7 @@ def test_weights_that_nobody_read_out_are_lost_with_a_warning():
         optimizer.close()
 
 
-def test_user_state_is_small_and_plain(offloaded):
+def test_user_state_rejects_tensors_objects_sets_and_long_text(offloaded):
     training = offloaded()
     training.optimizer.user_state = {"epoch": 3, "seen": [1, 2.5, None, "text"]}
     training.step()
@@ -197,7 +197,7 @@ def test_user_state_is_small_and_plain(offloaded):
         training.optimizer.zero_grad()
 
 
-def test_the_warning_of_stored_options_says_how_to_get_other_ones(offloaded, tmp_path):
+def test_stored_options_warning_shows_code_that_sets_the_option(offloaded, tmp_path):
     """The warning suggests a line of code.
 
     The line runs unchanged, and the store then has the option that the line sets.
@@ -222,7 +222,7 @@ def scheduled(optimizer):
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
 
 
-def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
+def test_resume_does_not_warn_about_a_scheduled_learning_rate(offloaded):
     """A restarted script passes the initial learning rate.
 
     offload() must not warn that a scheduler has changed this rate.
@@ -249,7 +249,7 @@ def test_what_a_scheduler_made_of_the_rate_is_no_difference(offloaded):
     assert "initial_lr" not in str(warned[0].message)
 
 
-def test_a_refused_resume_gives_the_options_back(offloaded, tmp_path, unchanged):
+def test_failed_resume_leaves_model_and_optimizer_unchanged(offloaded, tmp_path, unchanged):
     training = offloaded(steps=1)
     scheduled(training.optimizer)
     training.step(1)
@@ -264,6 +264,6 @@ def test_a_refused_resume_gives_the_options_back(offloaded, tmp_path, unchanged)
     check()
 
 
-def test_state_of_something_else(offloaded):
+def test_state_of_rejects_a_parameter_of_another_model(offloaded):
     with pytest.raises((ConfigError, UsageError)):
         offloaded().optimizer.state_of(torch.nn.Parameter(torch.zeros(3)))

@@ -24,7 +24,7 @@ def in_other_thread(function):
     return functools.partial(ThreadPoolExecutor(1).submit(function).result, 20)
 
 
-def test_what_one_thread_has_bound_another_has_not(offloaded):
+def test_thread_reads_a_weight_while_another_thread_computes_with_it(offloaded):
     """Only the thread that computes with a weight uses the materialized memory.
 
     Other threads read a copy of the weight.
@@ -57,7 +57,7 @@ def test_what_one_thread_has_bound_another_has_not(offloaded):
     training.step(1)
 
 
-def test_touches_while_another_thread_trains(offloaded):
+def test_thread_reads_valid_weights_while_another_thread_trains(offloaded):
     training = offloaded(steps=1)
     parameters = dict(training.model.named_parameters())
     done, wrong, touches = threading.Event(), [], []
@@ -84,7 +84,7 @@ def test_touches_while_another_thread_trains(offloaded):
     assert touches
 
 
-def test_a_step_while_another_thread_computes(offloaded):
+def test_step_is_rejected_while_another_thread_runs_a_forward(offloaded):
     training = offloaded(steps=1)
     training.loss(0).backward()
     before = training.optimizer.steps
@@ -110,7 +110,7 @@ def test_a_step_while_another_thread_computes(offloaded):
     assert training.optimizer.steps == before + 1
 
 
-def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypatch):
+def test_forward_that_begins_within_a_commit_waits_for_the_commit(offloaded, monkeypatch):
     training, others = offloaded(steps=1), []
     commit = memascend.engine.Engine.commit
 
@@ -124,7 +124,7 @@ def test_a_forward_that_begins_within_a_commit_waits_for_it(offloaded, monkeypat
     assert torch.equal(others[0](), training.loss())
 
 
-def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
+def test_training_continues_after_a_thread_ends_within_a_forward(offloaded):
     """SystemExit, like an interrupt, skips the module hook that would mark the end of the module's forward."""
     training = offloaded(steps=1)
 
@@ -144,7 +144,7 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward(offloaded):
     assert training.optimizer.steps == 2
 
 
-def test_a_module_of_the_model_may_call_the_model(offloaded):
+def test_module_that_calls_the_whole_model_gets_the_same_losses(offloaded):
     """If a module calls the whole model again, this inner call does not evict units that the outer call needs."""
     training = offloaded(steps=1)
     expected = training.loss(0).detach()
@@ -165,7 +165,7 @@ def test_a_module_of_the_model_may_call_the_model(offloaded):
     assert training.optimizer.steps == 2
 
 
-def test_what_is_pickled_while_parameters_are_real_is_a_plain_model(offloaded):
+def test_copy_or_pickle_within_materialized_is_a_plain_model(offloaded):
     training, file = offloaded(steps=1), io.BytesIO()
     with memascend.materialized(training.model):
         copied = copy.deepcopy(training.model)
@@ -188,7 +188,7 @@ def test_what_is_pickled_while_parameters_are_real_is_a_plain_model(offloaded):
             pass
 
 
-def test_while_parameters_are_real_nothing_else_is_begun(offloaded):
+def test_materialized_rejects_nesting_step_and_offload(offloaded):
     training = offloaded(steps=1)
     training.loss(1).backward()
     with memascend.materialized(training.model):

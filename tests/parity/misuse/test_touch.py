@@ -47,7 +47,7 @@ MODEL_TOUCHES = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_touch_that_cannot_be_right_raises(training, weight):
+def test_unsupported_parameter_and_model_calls_raise_and_change_nothing(training, weight):
     for touch in TOUCHES.values():
         with training.keeps_weights(), pytest.raises(UsageError, match=r"blocks\.1\.up\.weight"):
             touch(weight)
@@ -59,7 +59,7 @@ def test_a_touch_that_cannot_be_right_raises(training, weight):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_tensors_are_not_swapped(training, weight, first):
+def test_swap_tensors_with_an_offloaded_parameter_is_rejected(training, weight, first):
     other = nn.Parameter(torch.zeros(weight.shape))
     with training.keeps_weights(), pytest.raises(RuntimeError, match="Cannot swap"):
         torch.utils.swap_tensors(*((weight, other) if first else (other, weight)))
@@ -67,7 +67,7 @@ def test_tensors_are_not_swapped(training, weight, first):
     training.step(1)
 
 
-def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
+def test_reads_that_bypass_torch_function_raise(training, weight):
     """A call that torch does not dispatch to the parameter's class raises an error, instead of returning NaN."""
     said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
     with pytest.raises(RuntimeError, match=said):
@@ -79,7 +79,7 @@ def test_memory_that_is_asked_for_behind_our_back_is_none(training, weight):
     training.step(1)
 
 
-def test_what_is_known_without_the_values(training, weight, monkeypatch):
+def test_shape_dtype_and_repr_do_not_materialize_the_values(training, weight, monkeypatch):
     def reads(*_):
         raise AssertionError("this call must not materialize the values")
 
@@ -96,7 +96,7 @@ def test_what_is_known_without_the_values(training, weight, monkeypatch):
     assert "up" in repr(training.model)
 
 
-def test_moving_to_where_it_is_does_nothing(training, weight):
+def test_moving_a_model_to_its_own_device_and_dtype_does_nothing(training, weight):
     assert training.model.to("cpu") is training.model
     assert training.model.cpu() is training.model
     assert training.model.float() is training.model
@@ -121,7 +121,7 @@ MEMORY = {**WRITES, "memory": lambda weight: weight.untyped_storage().fill_(1)}
         ),
     ],
 )
-def test_a_write_within_a_forward_is_found(offloaded, way, when, budget):
+def test_step_rejects_a_weight_written_within_forward_or_backward(offloaded, way, when, budget):
     training = offloaded(steps=1, host_memory=budget, gradients="auto" if budget else "ssd")
     expected = training.loss(1).detach()
     write = MEMORY[way]
@@ -136,7 +136,7 @@ def test_a_write_within_a_forward_is_found(offloaded, way, when, budget):
     assert training.optimizer.steps == 2
 
 
-def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(offloaded):
+def test_update_rejects_values_written_through_a_raw_address(offloaded):
     training = offloaded(steps=1, host_memory=None, gradients="fused")
     expected = training.loss(1).detach()
     training.optimizer.zero_grad()
@@ -153,7 +153,7 @@ def test_a_write_to_an_address_that_an_update_finds_is_told_and_does_not_stay(of
     assert training.optimizer.steps == 2
 
 
-def test_memory_that_is_moved_in_a_forward_is_a_copys(offloaded):
+def test_step_succeeds_after_share_memory_within_a_forward(offloaded):
     training = offloaded(steps=1, host_memory="64MiB")
     expected = training.loss(1).detach()
     with training.model.blocks[1].up.register_forward_pre_hook(lambda up, _: (up.weight.share_memory_(), None)[1]):
@@ -162,7 +162,7 @@ def test_memory_that_is_moved_in_a_forward_is_a_copys(offloaded):
     assert not torch.equal(training.loss(1), expected)
 
 
-def test_memory_is_not_replaced_in_a_forward(training):
+def test_data_assignment_within_a_forward_is_rejected(training):
     def replaces(module, *_):
         module.weight.data = module.weight.data * 2
 
@@ -191,7 +191,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_transforms_are_refused(training):
+def test_torch_func_jit_and_export_of_a_model_are_rejected(training):
     for transform in TRANSFORMS.values():
         with training.keeps_weights(), pytest.raises(UsageError):
             transform(training.model)

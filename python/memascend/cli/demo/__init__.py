@@ -56,7 +56,7 @@ def _width(text: str) -> int:
     return width
 
 
-_say = functools.partial(print, flush=True)
+_print = functools.partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ def run(options: argparse.Namespace) -> int:
 def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> int:
     """Trains the two runs alternately, kills and resumes the offloaded run halfway, and returns the exit code."""
     count = memory.answer()["parameters"] / 1e6
-    _say(
+    _print(
         f"A language model of {count:.1f} million parameters ({settings.layers} blocks of width {settings.width}, "
         "float32)\nlearns the bytes of Python's own sources: once in memory, with torch's fused AdamW, and once "
         "offloaded.\nBoth runs train alternately, each in its own process with one thread. Memory excludes imports.\n"
     )
     offloaded.answer()
-    _say(f"{_line(_HEADS)}\n{'  '.join('-' * width for width in _WIDTHS)}")
+    _print(f"{_line(_HEADS)}\n{'  '.join('-' * width for width in _WIDTHS)}")
     rows: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for step in range(1, steps + 1):
         one = memory.ask("step")
@@ -155,7 +155,7 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
         else:
             other = offloaded.ask("step")
         rows.append((one, other))
-        _say(row_shown(step, one, other))
+        _print(row_shown(step, one, other))
     return _conclude(rows, memory, offloaded)
 
 
@@ -164,10 +164,10 @@ def _killed(side: Side, step: int, seconds: float, storage: str | None) -> dict[
     side.request("step")
     time.sleep(seconds)
     side.close()
-    _say(f"      kill -9 of the offloaded training, {seconds_shown(seconds)} into step {step}")
+    _print(f"      kill -9 of the offloaded training, {seconds_shown(seconds)} into step {step}")
     side.start()
     ready = side.answer()
-    _say(f"      resumed from {storage}: the store has {ready['steps']} steps")
+    _print(f"      resumed from {storage}: the store has {ready['steps']} steps")
     if ready["steps"] == step:
         # The kill came after the step was committed. The commit also stores the loss.
         return {"loss": ready["last_loss"], "seconds": 0.0, "held": 0}
@@ -189,10 +189,10 @@ def _conclude(rows: list[tuple[dict[str, Any], dict[str, Any]]], memory: Side, o
         ("a step, median", *map(seconds_shown, times), f"{times[1] / times[0]:.2f} times"),
         ("on storage", "", bytes_shown(ours["disk"]), ""),
     ]
-    _say("\n" + table(("", "in memory", "offloaded", ""), lines))
+    _print("\n" + table(("", "in memory", "offloaded", ""), lines))
     fine = equal and same == len(rows)
     verdict = "the kill and the resume changed nothing" if fine else "THIS IS A BUG, please report it"
-    _say(f"\n{same} of {len(rows)} losses have the same bits; {verdict}.")
+    _print(f"\n{same} of {len(rows)} losses have the same bits; {verdict}.")
     return 0 if fine else 1
 
 

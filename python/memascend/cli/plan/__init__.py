@@ -196,7 +196,7 @@ def ask(options: argparse.Namespace) -> Question:
         speeds=speeds,
         machine=machine,
         machine_is=machine_is,
-        free=decision.room_beside(given.paths, 0) if given.paths else None,
+        free=decision.free_space_beside(given.paths, 0) if given.paths else None,
         endurance=None if options.endurance is None else options.endurance * 10**12,
         is_usual=options.optimizer.lower() == "adamw" and options.dtype is None,
         ranks=options.ranks,

@@ -237,12 +237,12 @@ class _Watch(TorchDispatchMode):
         nbytes = storage.nbytes()
         self.living[key] = nbytes, tuple(tensor.shape)
         self._bytes += nbytes
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._freed, key)
         if self._bytes > self.peak:
             self.peak = self._bytes
             self.at_peak = list(self.living.values())
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         nbytes, _ = self.living.pop(key, (0, ()))
         self._bytes -= nbytes
 
@@ -432,13 +432,13 @@ def recompute(model: nn.Module) -> None:
 def without_gradients_kept(model: nn.Module) -> Iterator[None]:
     """Frees each gradient as soon as the gradient is complete, as training with `offload()` does."""
 
-    def gone(parameter: torch.Tensor) -> None:
+    def free(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
     with contextlib.ExitStack() as hooks:
         for parameter in model.parameters():
             if parameter.requires_grad:
-                hooks.enter_context(parameter.register_post_accumulate_grad_hook(gone))
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(free))
         yield
 
 

@@ -56,7 +56,7 @@ def brief(
     title = f"{model}, {question.subject.parameters / 1e9:.3g} B parameters, on {_where(question)}"
     rows = [(title, _fits(question, found))]
     if found.problems:
-        rows.append(("what fits", _what_fits(question, found, other)))
+        rows.append(("what fits", _fitting_run(question, found, other)))
     if found.seconds is None:
         rows.append(("a step", f"not known: {_unknown(question)}"))
     else:
@@ -177,7 +177,7 @@ def _total_in_words(run: Total) -> str:
     return f"{counted(run.steps, 'step')}, {took}{terabytes_shown(run.written)} written"
 
 
-def _what_fits(question: Question, asked: Answer, found: tuple[Question, Answer] | None) -> str:
+def _fitting_run(question: Question, asked: Answer, found: tuple[Question, Answer] | None) -> str:
     if found is None and question.free is not None and len(asked.problems) == 1 and question.free < asked.disk_bytes:
         return "the store of this model does not fit in any format of the state (--state): use a larger drive"
     if found is None:

@@ -188,7 +188,7 @@ fn check_panic_reported(engine: &Engine, disk: &SimDisk, what: &str) {
 }
 
 #[test]
-fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
+fn panic_in_a_job_fails_a_waiting_finish_and_later_calls() {
     let all = [At::Claim, At::Begin, At::Turns, At::Reads, At::Compute, At::Locked, At::Writes, At::Counted, At::Drop];
     for at in all {
         let disk = SimDisk::new(1 << 20);
@@ -210,7 +210,7 @@ fn a_panic_in_a_job_is_told_to_everybody_who_waits() {
 }
 
 #[test]
-fn a_panic_of_a_function_that_is_applied_is_told_too() {
+fn panic_in_an_applied_function_fails_later_calls() {
     for input in [FunctionInput::InChunks, FunctionInput::Whole] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
@@ -232,7 +232,7 @@ fn a_panic_of_a_function_that_is_applied_is_told_too() {
 }
 
 #[test]
-fn a_job_that_waits_for_somebodys_read_does_not_outlive_the_engine() {
+fn close_and_discard_end_a_job_that_waits_for_a_reader_of_its_slot() {
     for close in [false, true] {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);

@@ -64,7 +64,7 @@ fn names(error: &str, record: usize, at: u64) {
 }
 
 #[test]
-fn a_flipped_bit_in_a_gradient_that_a_commit_names_is_named() {
+fn resume_names_a_damaged_deferred_gradient_and_previous_opens() {
     let (life, left, places) = left_behind();
     let image = life.killed().bytes();
     assert!(places.len() > 20, "{places:?}");
@@ -87,7 +87,7 @@ fn a_flipped_bit_in_a_gradient_that_a_commit_names_is_named() {
 }
 
 #[test]
-fn a_flipped_bit_is_named_where_the_update_is_made_and_nothing_is_lost_by_that() {
+fn deferred_update_names_a_damaged_gradient_and_loses_no_step() {
     let places = left_behind().2;
     for (turn, &(record, at)) in places.iter().enumerate().step_by(many(1, 4)) {
         let (life, left, _) = left_behind();
@@ -109,7 +109,7 @@ fn a_flipped_bit_is_named_where_the_update_is_made_and_nothing_is_lost_by_that()
 }
 
 #[test]
-fn the_commit_before_is_whole_until_something_is_written() {
+fn previous_commit_opens_until_a_settle_or_spill_writes() {
     type Write = fn(&Engine);
     let writes: [(&str, Write); 3] = [
         ("settled", |engine| {
@@ -140,7 +140,7 @@ fn the_commit_before_is_whole_until_something_is_written() {
 }
 
 #[test]
-fn without_room_for_second_places_nothing_changes_and_updates_are_made_at_once() {
+fn store_without_space_for_second_places_defers_no_update() {
     let whole =
         ok(Store::create_on(volume(&[SimDisk::new(4 << 20)], &Faults::default()), 8192, kinds(), &Create::default()));
     let (total, needed) = (whole.info().total_bytes, whole.description().places_bytes(&ALL));
@@ -180,7 +180,7 @@ fn without_room_for_second_places_nothing_changes_and_updates_are_made_at_once()
 }
 
 #[test]
-fn a_refused_call_changes_nothing() {
+fn rejected_defer_or_catch_up_changes_nothing() {
     let (life, left, _) = left_behind();
     let engine = &life.engine;
     ok(engine.discard(Wait::forever()));
@@ -208,7 +208,7 @@ fn a_refused_call_changes_nothing() {
 }
 
 #[test]
-fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
+fn fetches_during_steps_return_one_commit_or_fail() {
     const STEPS: u64 = 9;
     let eager = Life::new(&RunPlan::streamed());
     let of_units = |engine: &Engine| (0..units(engine.store())).map(|of| ok(unit(engine, of, false))).collect();
@@ -260,7 +260,7 @@ fn what_other_threads_fetch_is_of_one_commit_while_steps_are_made() {
 }
 
 #[test]
-fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
+fn fetch_begun_during_a_commit_returns_one_commit_or_fails() {
     let (mut anew, mut fetched) = (0, 0);
     for round in 0..many(40, 6) {
         let (life, left, _) = left_behind();
@@ -311,7 +311,7 @@ fn a_fetch_that_is_begun_while_a_commit_is_made_is_of_one_commit() {
 }
 
 #[test]
-fn parts_that_are_begun_after_a_commit_are_not_of_another_one() {
+fn part_read_after_a_later_commit_is_rejected() {
     let (life, ..) = left_behind();
     let engine = &life.engine;
     let parts = ok(engine.parts(0, 8192, true));
@@ -329,7 +329,7 @@ fn parts_that_are_begun_after_a_commit_are_not_of_another_one() {
 }
 
 #[test]
-fn what_is_read_of_a_record_that_was_behind_has_the_version_that_it_has_then() {
+fn read_record_returns_the_version_after_the_deferred_update() {
     let (life, left, _) = left_behind();
     let store = life.store();
     for record in ALL {
@@ -343,7 +343,7 @@ fn what_is_read_of_a_record_that_was_behind_has_the_version_that_it_has_then() {
 }
 
 #[test]
-fn only_updates_that_there_is_room_to_name_are_deferred() {
+fn only_records_in_the_deferred_list_defer_updates() {
     let life = Life::new(&RunPlan { deferred: vec![3, 1], ..RunPlan::streamed() });
     for record in ALL {
         ok(life.engine.spill(record, gradient(record, 1), false, Wait::forever()));
@@ -354,7 +354,7 @@ fn only_updates_that_there_is_room_to_name_are_deferred() {
 }
 
 #[test]
-fn a_record_is_updated_by_one_gradient_in_a_step_and_by_one_that_a_slot_lacks() {
+fn second_update_of_a_record_is_rejected_until_settle_or_discard() {
     let (life, ..) = left_behind();
     let (engine, store) = (&life.engine, life.store());
     ok(engine.spill(0, gradient(0, 3), false, Wait::forever()));
@@ -371,7 +371,7 @@ fn a_record_is_updated_by_one_gradient_in_a_step_and_by_one_that_a_slot_lacks() 
 }
 
 #[test]
-fn a_run_that_keeps_nothing_before_it_is_closed_is_refused_where_it_left_updates() {
+fn non_durable_run_resumes_only_if_it_caught_up_before_close() {
     for catches_up in [false, true] {
         let life = Life::new(&RunPlan::deferring(Durability::None));
         for step in 1..=2 {
@@ -395,7 +395,7 @@ fn a_run_that_keeps_nothing_before_it_is_closed_is_refused_where_it_left_updates
 }
 
 #[test]
-fn a_read_or_write_that_fails_leaves_the_last_commit_and_the_step_can_be_made_again() {
+fn step_after_a_device_error_is_repeated_from_the_last_commit() {
     const STEPS: u64 = 5;
     let wanted = steps(STEPS);
     let image = Life::new(&RunPlan::deferring(Durability::Step)).killed();
@@ -447,7 +447,7 @@ fn contains(memory: &[u8], values: &[u8]) -> bool {
 }
 
 #[test]
-fn an_engine_that_is_closed_ends_what_is_fetched_and_settled() {
+fn close_ends_open_fetches_and_keeps_the_committed_step() {
     let (mut fetched, mut refused) = (0, 0);
     for round in 0..many(60, 12) {
         let (life, ..) = left_behind();
@@ -485,7 +485,7 @@ fn an_engine_that_is_closed_ends_what_is_fetched_and_settled() {
 }
 
 #[test]
-fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
+fn discard_keeps_settled_updates_while_a_reader_is_open() {
     let (life, left, _) = left_behind();
     let (engine, store) = (&life.engine, life.store());
     ok(engine.settle_later(0, &mut Wait::forever()));
@@ -509,7 +509,7 @@ fn a_discard_leaves_what_was_settled_and_a_reader_of_it() {
 }
 
 #[test]
-fn a_slot_that_lacked_an_update_when_it_was_taken_is_not_read_once_that_is_made() {
+fn parts_without_an_update_are_rejected_after_the_update_is_settled() {
     let (life, ..) = left_behind();
     let store = life.store();
     // Imitates a reader that looked for deferred updates before the last commit, found none, and then took the slots

@@ -285,7 +285,7 @@ pub(crate) fn filling(record: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
-fn lives_that_leave_updates_to_the_next_step_have_the_bits_of_one_that_does_not() {
+fn random_runs_with_deferred_updates_have_the_bits_of_an_eager_run() {
     let mut seen = [0; SEEN.len()];
     for seed in 0..many(100, 4) {
         let mut rng = Rng::new(seed);
@@ -362,7 +362,7 @@ pub(crate) fn steps(steps: u64) -> Vec<Contents> {
 }
 
 #[test]
-fn power_that_fails_at_any_request_leaves_a_whole_step() {
+fn power_loss_with_deferred_updates_leaves_a_complete_step() {
     const STEPS: u64 = 6;
     let wanted = steps(STEPS);
     for plan in [

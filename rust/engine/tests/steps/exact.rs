@@ -256,7 +256,7 @@ fn disks() -> Vec<SimDisk> {
 }
 
 #[test]
-fn a_hundred_steps_are_those_in_memory() {
+fn hundred_steps_have_the_bits_of_updates_in_memory() {
     for chunks in [2, 4, 7] {
         let mut training = training(&disks(), chunks);
         for step in 1..=100 {
@@ -275,7 +275,7 @@ fn a_hundred_steps_are_those_in_memory() {
 }
 
 #[test]
-fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
+fn device_error_is_reported_once_and_the_repeated_step_is_exact() {
     for seed in 0..many(60, 20) {
         let disks = disks();
         let Training { engine: first, held } = training(&disks, 4);
@@ -318,7 +318,7 @@ fn a_failed_step_is_told_once_and_the_next_one_is_exact() {
 }
 
 #[test]
-fn what_cannot_be_updated_is_refused_by_name() {
+fn update_error_names_the_bad_record_size_dtype_or_closed_engine() {
     let training = training(&disks(), 2);
     let update = |record: usize, bytes: usize, dtype| {
         let gradient = Gradient::new(Box::new(vec![0_u8; bytes]), dtype)?;
@@ -334,7 +334,7 @@ fn what_cannot_be_updated_is_refused_by_name() {
 }
 
 #[test]
-fn power_lost_at_any_point_of_a_step() {
+fn power_loss_at_any_request_leaves_a_complete_step() {
     // Cuts the power after 0 requests in the first run, and after `many(1, 11)` more requests in each further run. Ends
     // with the first run that completes before the power is cut.
     let base = disks();
@@ -387,7 +387,7 @@ fn power_lost_at_any_point_of_a_step() {
 }
 
 #[test]
-fn a_master_begins_as_the_values() {
+fn fill_without_a_master_copies_the_master_from_the_values() {
     let life = Life::new(&RunPlan::streamed());
     let (_, tensors) = &life.contents()[2];
     let masters = tensors[1].chunks_exact(4).map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
@@ -396,7 +396,7 @@ fn a_master_begins_as_the_values() {
 }
 
 #[test]
-fn values_that_something_changed_in_memory_are_refused_and_never_become_the_master() {
+fn update_rejects_values_that_differ_from_the_last_commit() {
     let life = Life::new(&RunPlan::streamed());
     let (_, tensors) = &life.contents()[1];
     let mut changed = tensors[0].clone();
@@ -414,7 +414,7 @@ fn values_that_something_changed_in_memory_are_refused_and_never_become_the_mast
 }
 
 #[test]
-fn chances_are_those_of_the_place_in_the_whole_parameter() {
+fn shard_draws_the_random_numbers_of_its_place_in_the_parameter() {
     let run = |first_element: u64, numel: u64| {
         let drawn = |seed| numbers(seed, Dtype::Bf16, 2048).repeat(size(numel / 2048));
         let record = parameter("by chance", Dtype::Bf16, numel, Format::StochasticBf16, &[]);

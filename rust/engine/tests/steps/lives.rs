@@ -52,7 +52,7 @@ fn ended(life: Life, plan: &RunPlan, by: usize, seed: u64) -> SimDisk {
 }
 
 #[test]
-fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
+fn random_plans_and_endings_have_the_bits_of_a_streamed_run() {
     const STEPS: u64 = 26;
     let streamed = Life::new(&RunPlan::streamed());
     let mut left = vec![(streamed.contents(), streamed.spilled())];
@@ -101,7 +101,7 @@ fn random_lives_have_the_bits_of_a_streamed_one_however_they_end() {
 }
 
 #[test]
-fn power_that_fails_at_any_request_leaves_a_whole_step() {
+fn power_loss_with_held_records_leaves_a_complete_step() {
     const STEPS: u64 = 8;
     let plan = RunPlan::held(Durability::Step, 3);
     let first = Life::new(&plan);
@@ -145,7 +145,7 @@ fn scribble(store: &Store, unit: usize) {
 }
 
 #[test]
-fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
+fn refresh_restores_overwritten_values_from_slot_and_log() {
     let plan = RunPlan::held(Durability::Step, 4);
     let life = Life::new(&plan);
     for number in 1..=6 {
@@ -165,7 +165,7 @@ fn values_that_somebody_wrote_to_are_put_together_anew_from_slot_and_log() {
 }
 
 #[test]
-fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_where_they_are() {
+fn commit_rejects_held_values_that_were_written_to_in_place() {
     for durability in [Durability::Step, Durability::None] {
         let life = Life::new(&RunPlan::held(durability, 0));
         let (store, before) = (life.store(), life.contents());
@@ -196,7 +196,7 @@ fn values_that_somebody_wrote_to_are_refused_before_the_commit_and_read_again_wh
 }
 
 #[test]
-fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() {
+fn step_of_held_records_reads_nothing_and_writes_only_if_durable() {
     for (durability, log_steps) in [(Durability::Step, 4), (Durability::None, 0)] {
         let life = Life::new(&RunPlan::held(durability, log_steps));
         let store = life.store();
@@ -242,7 +242,7 @@ fn a_step_of_what_is_all_in_ram_reads_nothing_and_writes_only_what_is_durable() 
 }
 
 #[test]
-fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() {
+fn after_commit_function_runs_only_after_the_commit_and_writes_nothing() {
     let life = Life::new(&RunPlan::held(Durability::None, 0));
     ok(life.update_all(1));
     ok(life.commit(1));
@@ -270,7 +270,7 @@ fn a_function_that_comes_after_the_commit_moves_nothing_and_others_are_staged() 
 }
 
 #[test]
-fn an_update_waits_for_reads_of_what_it_changes() {
+fn commit_waits_for_reads_of_an_updated_held_unit() {
     let life = Life::new(&RunPlan::held(Durability::None, 0));
     ok(life.update_all(1));
     ok(life.commit(1));

@@ -82,7 +82,7 @@ fn needed(disk: &SimDisk) -> Vec<(&'static str, u64)> {
 }
 
 #[test]
-fn it_gives_the_bits_of_a_run_that_wrote_them() {
+fn replay_gives_the_bits_of_a_streamed_run() {
     let (_, left) = killed(&RunPlan::streamed());
     let last = &left[size(STEPS)];
     for steps in [1, 3, 16] {
@@ -104,7 +104,7 @@ fn it_gives_the_bits_of_a_run_that_wrote_them() {
 }
 
 #[test]
-fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
+fn interrupted_or_killed_replay_can_be_repeated() {
     let (disk, left) = logged(16);
     let ended = ok(found(&disk.after_power_loss(0), &Faults::default()));
     assert!(ended.replay(&mut |_, _| false).is_err(), "interrupted before the first record");
@@ -128,7 +128,7 @@ fn whoever_ends_it_or_dies_in_it_leaves_the_log() {
 }
 
 #[test]
-fn what_is_damaged_is_refused_before_anything_is_written() {
+fn replay_rejects_damaged_pages_before_writing() {
     let (whole, left) = logged(3);
     let (newest, before) = (&left[size(STEPS)], &left[size(STEPS - 1)]);
     let whole = whole.bytes();

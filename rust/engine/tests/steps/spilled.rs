@@ -85,7 +85,7 @@ fn whole_or_nothing(engine: &Engine, what: &str) {
 }
 
 #[test]
-fn what_is_not_finite_is_found_in_every_chunk() {
+fn spill_finds_nonfinite_elements_in_every_chunk() {
     let disks = [SimDisk::new(1 << 20)];
     let store = ok(Store::create_on(volume(&disks, &Faults::default()), 8192, description(), &Create::default()));
     let engine = engine(store);
@@ -103,7 +103,7 @@ fn what_is_not_finite_is_found_in_every_chunk() {
 }
 
 #[test]
-fn gradients_that_wait_stay_within_the_bound() {
+fn queued_gradients_stay_within_the_byte_bound() {
     let disks: Vec<SimDisk> = filled().into_iter().map(SimDisk::of).collect();
     let faults = Faults { delay: Duration::from_millis(2), ..Faults::default() };
     let engine = engine(ok(Store::open_on(volume(&disks, &faults), 8192, &Create::default())));
@@ -113,7 +113,7 @@ fn gradients_that_wait_stay_within_the_bound() {
 }
 
 #[test]
-fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
+fn failed_read_or_write_leaves_a_complete_spilled_sum_or_none() {
     let image = filled();
     let mut failures = 0;
     let seeds = many(300, 100);
@@ -145,7 +145,7 @@ fn a_read_or_write_that_fails_leaves_whole_sums_or_nothing() {
 /// The first call after a device error, or the `finish` after this call, must return this error, and not "no gradient",
 /// although the gradient is lost. Only later calls may say that the step has failed.
 #[test]
-fn the_first_to_ask_after_an_error_hears_of_it() {
+fn first_call_after_a_failed_spill_returns_the_device_error() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;
     let asks: [(&str, Ask); 6] = [
         ("spilled", |engine| engine.spilled(0, Wait::forever()).map(drop)),
@@ -186,7 +186,7 @@ fn is_cause(error: &memascend_engine::Error) -> bool {
 }
 
 #[test]
-fn discarded_at_any_moment_it_holds_whole_sums_or_nothing() {
+fn discard_at_any_moment_leaves_a_complete_spilled_sum_or_none() {
     let image = filled();
     for round in 0..40 {
         let disks: Vec<SimDisk> = image.iter().cloned().map(SimDisk::of).collect();
@@ -208,7 +208,7 @@ fn discarded_at_any_moment_it_holds_whole_sums_or_nothing() {
 }
 
 #[test]
-fn power_lost_at_any_point_leaves_a_whole_step_and_no_spill() {
+fn power_loss_at_any_point_leaves_a_complete_step_and_no_spill() {
     let image = filled();
     let mut points = 0;
     loop {
@@ -259,7 +259,7 @@ fn committed(engine: &Engine, step: u64) -> Vec<u8> {
 }
 
 #[test]
-fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
+fn spilling_update_equals_spill_then_update_and_can_be_taken_back() {
     let image = filled();
     let waits = fresh(&image, &Faults::default());
     ok(spill(&waits, 0, 0.3, false));
@@ -292,7 +292,7 @@ fn an_update_that_spills_is_one_after_the_spill_and_can_be_taken_back() {
 }
 
 #[test]
-fn an_update_that_spills_leaves_its_whole_gradient_or_nothing_where_it_is_discarded() {
+fn discarded_spilling_update_leaves_a_complete_gradient_or_none() {
     let image = filled();
     let elements = f64::from(u32::try_from(NUMEL).unwrap_or(0));
     for pause in std::iter::repeat_n(Duration::ZERO, 30) {

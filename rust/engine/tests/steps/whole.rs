@@ -118,7 +118,7 @@ fn of_record(engine: &Engine, record: usize) -> (u64, u64) {
 }
 
 #[test]
-fn the_next_record_is_read_and_the_last_one_written_while_a_function_computes() {
+fn next_record_is_read_and_previous_written_while_a_function_runs() {
     for chunks in [2, 3, 4, 12] {
         let engine = engine(chunks, (2 * EACH, EACH));
         let (gate, each) = (of_record(&engine, GATE), [1, 2, 3, 4].map(|record| of_record(&engine, record)));
@@ -140,7 +140,7 @@ fn the_next_record_is_read_and_the_last_one_written_while_a_function_computes() 
 }
 
 #[test]
-fn with_memory_for_one_nothing_of_the_next_is_read_but_other_jobs_go_on() {
+fn without_a_next_slot_only_chunked_jobs_run_during_a_function() {
     let engine = engine(4, (2 * EACH, 0));
     let (gate, each) = (of_record(&engine, GATE), [1, 2, 3].map(|record| of_record(&engine, record)));
     let store = Arc::clone(engine.store());
@@ -188,7 +188,7 @@ fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
 }
 
 #[test]
-fn what_is_stored_depends_on_no_slots() {
+fn stored_bytes_do_not_depend_on_slots_chunks_or_timing() {
     let wanted = trained(12, (2 * EACH, 0), 0);
     assert!(wanted.iter().all(|(step, _)| *step == 3));
     assert_eq!(wanted[1].1[0][..4], 3.0_f32.to_le_bytes());
@@ -235,7 +235,7 @@ fn the_order_of_operations_depends_on_the_jobs_alone() {
 }
 
 #[test]
-fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
+fn failed_function_ends_the_step_and_calls_no_later_function() {
     let engine = engine(4, (2 * EACH, 2 * EACH));
     let before = contents(engine.store());
     for fails_at in 1..NUMELS.len() {
@@ -263,7 +263,7 @@ fn a_function_that_fails_ends_the_step_whatever_else_goes_on() {
 }
 
 #[test]
-fn what_is_discarded_at_any_moment_is_whole() {
+fn discard_during_functions_leaves_each_record_complete() {
     let mut rng = Rng::new(5);
     let engine = engine(4, (2 * EACH, EACH));
     let mut counts = [0_u64; NUMELS.len()];
@@ -296,7 +296,7 @@ fn what_is_discarded_at_any_moment_is_whole() {
 }
 
 #[test]
-fn an_engine_that_is_closed_waits_for_the_function_and_commits_nothing() {
+fn close_waits_for_the_running_function_and_commits_nothing() {
     let disk = SimDisk::new(2 << 20);
     let engine = engine_on(&disk, 4, (2 * EACH, EACH));
     let before = contents(engine.store());
@@ -325,7 +325,7 @@ fn an_engine_that_is_closed_waits_for_the_function_and_commits_nothing() {
 }
 
 #[test]
-fn a_function_runs_on_one_thread_of_its_own_and_cannot_wait_for_its_engine() {
+fn functions_run_on_one_own_thread_where_finish_is_rejected() {
     let engine = Arc::new(engine(4, (2 * EACH, EACH)));
     let seen = Arc::new(Mutex::new(Vec::new()));
     for record in 1..NUMELS.len() {

@@ -42,7 +42,7 @@ fn opened(paths: &[PathBuf]) -> Result<Store, Error> {
 }
 
 #[test]
-fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
+fn store_opens_by_its_second_labels_and_commit_repairs_the_first() {
     for (count, stripe) in [(1, 1 << 20), (2, 4096), (3, 64 << 10)] {
         // Overwrites the first label with zeros, with other data, or with a wrong byte.
         for junk in [vec![0; 4096], vec![0xa5; 4096], b"memascnE".to_vec()] {
@@ -78,7 +78,7 @@ fn without_its_first_labels_a_store_is_found_by_the_second_and_repaired() {
 }
 
 #[test]
-fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
+fn striped_store_opens_with_damaged_first_labels() {
     let folder = Folder::new("one-of-several");
     let paths = folder.paths(2);
     made(&paths, &how(Existing::Refuse, 12_288), 1);
@@ -93,7 +93,7 @@ fn one_damaged_label_of_several_is_found_whatever_the_stripe_is() {
 }
 
 #[test]
-fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
+fn commit_moves_the_second_label_to_the_end_of_a_grown_file() {
     for count in [1, 2] {
         let folder = Folder::new("grown");
         let paths = folder.paths(count);
@@ -114,7 +114,7 @@ fn a_file_that_grew_has_its_second_label_at_its_end_after_the_next_commit() {
 }
 
 #[test]
-fn a_store_that_was_replaced_never_comes_back() {
+fn second_labels_of_a_replaced_store_are_ignored() {
     // If the new store has another stripe size than the former store, the former store's second labels can stay in the
     // files. With the same stripe size, the new store overwrites these labels.
     for (before, after) in [(4096, 64 << 10), (64 << 10, 4096), (8192, 8192)] {
@@ -149,7 +149,7 @@ fn a_store_that_was_replaced_never_comes_back() {
 }
 
 #[test]
-fn what_was_put_over_a_store_is_not_replaced() {
+fn create_rejects_a_store_that_other_data_overwrote() {
     let folder = Folder::new("put-over");
     let paths = folder.paths(1);
     made(&paths, &how(Existing::Refuse, 8192), 1);
@@ -164,7 +164,7 @@ fn what_was_put_over_a_store_is_not_replaced() {
 }
 
 #[test]
-fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
+fn previous_opens_the_commit_of_each_root_when_the_other_is_lost() {
     let (step, none) = (Durability::Step, Durability::None);
     // Each case has the number of devices, the durability, the last step, and the steps of the roots in slots 1 and 0.
     for (count, durability, steps, says) in
@@ -194,7 +194,7 @@ fn what_a_root_names_stays_whole_until_the_next_generation_begins() {
 }
 
 #[test]
-fn a_crash_while_copies_are_repaired_loses_nothing() {
+fn crash_during_the_label_repair_keeps_the_last_commit() {
     let whole = model::disks(2);
     ok(model::trained(&whole, 2).close(Wait::forever()));
     let mut ended = false;

@@ -164,7 +164,7 @@ fn devices(story: &[Run], number: usize) -> Vec<SimDisk> {
 }
 
 #[test]
-fn a_run_is_cut_short_at_every_point() {
+fn run_killed_at_any_request_opens_at_a_committed_step() {
     for (number, story) in STORIES.into_iter().enumerate() {
         let (begun, last) = (devices(story, number), story[story.len() - 1]);
         let mut known = Known::default();
@@ -197,7 +197,7 @@ fn a_run_is_cut_short_at_every_point() {
 }
 
 #[test]
-fn a_run_that_keeps_nothing_before_it_is_closed_is_whole_after_that_and_refused_before() {
+fn non_durable_run_opens_after_close_and_is_rejected_after_a_kill() {
     for (end, whole) in [(End::Killed, false), (End::Closed, true)] {
         let (disks, mut known) = (model::disks(1), Known::default());
         known.live(&disks, &Faults::default(), &in_memory(5, end));
@@ -208,7 +208,7 @@ fn a_run_that_keeps_nothing_before_it_is_closed_is_whole_after_that_and_refused_
 }
 
 #[test]
-fn a_log_that_was_settled_is_gone() {
+fn settled_log_is_empty_and_needs_no_replay() {
     let (disks, mut known) = (model::large_disks(1), Known::default());
     known.live(&disks, &Faults::default(), &durable(7, 16, End::Killed));
     let store = ok(model::open(&disks, &model::how()));
@@ -222,7 +222,7 @@ fn a_log_that_was_settled_is_gone() {
 }
 
 #[test]
-fn the_commit_before_is_whole_until_the_next_one_begins() {
+fn previous_commit_opens_after_every_commit_with_a_log() {
     let (newest, before) = (model::how(), model::existing(Existing::Previous));
     for log in [1, 3] {
         let disks = model::large_disks(1);
@@ -279,6 +279,6 @@ fn life(seed: u64) {
 }
 
 #[test]
-fn random_lives() {
+fn random_lives_open_at_a_committed_step() {
     model::lives(many(1000, 24), life);
 }

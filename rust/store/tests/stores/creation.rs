@@ -54,7 +54,7 @@ fn met(paths: &[PathBuf], left: &[Vec<u8>], how: &Create) -> Result<(Store, bool
 }
 
 #[test]
-fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
+fn interrupted_creation_is_replaced_and_never_resumed() {
     let folder = Folder::new("creation");
     // Each case has the number of devices, the stripe size of the former store (`None` if there is no former store),
     // and the stripe size of the new store.
@@ -111,7 +111,7 @@ fn a_store_that_was_being_made_is_replaced_and_never_resumed() {
 }
 
 #[test]
-fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
+fn empty_file_becomes_a_store_only_by_refuse_or_replace() {
     let folder = Folder::new("empty");
     for (count, bytes) in [(1, 0), (1, 1), (1, 4 << 20), (2, 0), (2, 4 << 20)] {
         let paths = folder.paths(count);
@@ -149,7 +149,7 @@ fn an_empty_file_is_no_store_and_begins_none_unless_that_is_asked_for() {
 }
 
 #[test]
-fn a_device_that_is_missing_from_a_whole_store_does_not_make_it_one_that_never_began() {
+fn create_rejects_a_store_with_one_blank_device() {
     let folder = Folder::new("missing");
     let paths = folder.paths(2);
     for stripe_bytes in [4096, 8192] {
@@ -192,7 +192,7 @@ fn pending(path: &Path) -> PathBuf {
 }
 
 #[test]
-fn a_store_takes_its_name_with_its_first_root() {
+fn store_file_takes_its_final_name_at_the_first_commit() {
     let folder = Folder::new("named");
     let path = &folder.paths(1)[0];
     for existing in [Existing::Refuse, Existing::Resume, Existing::Replace] {
@@ -226,7 +226,7 @@ fn a_store_takes_its_name_with_its_first_root() {
 }
 
 #[test]
-fn what_a_killed_process_left_before_its_first_commit_is_begun_anew() {
+fn resume_replaces_the_pending_file_of_a_killed_process() {
     let folder = Folder::new("left");
     let path = &folder.paths(1)[0];
     let blank: Vec<Vec<u8>> = model::disks(1).iter().map(SimDisk::bytes).collect();
@@ -270,7 +270,7 @@ fn left_at(blank: &[u8], point: u64) -> (Vec<Vec<u8>>, bool) {
 }
 
 #[test]
-fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
+fn create_rejects_and_keeps_a_trained_store_with_the_pending_name() {
     let folder = Folder::new("trained");
     let path = &folder.paths(1)[0];
     let theirs = pending(path);
@@ -304,7 +304,7 @@ fn a_store_that_was_trained_is_no_leftover_whatever_its_name() {
 }
 
 #[test]
-fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
+fn first_commit_error_names_the_file_that_took_the_name() {
     let folder = Folder::new("taken");
     let path = &folder.paths(1)[0];
     let store = ok(Store::create(&[path], model::description(), &how(Existing::Resume, 8192))).0;
@@ -329,7 +329,7 @@ fn a_name_that_another_file_takes_meanwhile_is_an_error_that_names_it() {
 }
 
 #[test]
-fn a_store_of_several_files_has_their_names_at_once() {
+fn store_of_several_files_has_its_final_names_at_creation() {
     let folder = Folder::new("several");
     let paths = folder.paths(2);
     let (store, _) = ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192)));

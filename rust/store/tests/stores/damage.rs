@@ -55,7 +55,7 @@ fn named(error: &Error) -> String {
 }
 
 #[test]
-fn every_byte_of_the_catalog() {
+fn flipped_bit_in_the_catalog_is_rejected_or_read_from_a_copy() {
     let (bytes, _, end) = trained();
     let store = ok(model::open(&[SimDisk::of(bytes.clone())], &model::how()));
     let whole = known(&store);
@@ -114,7 +114,7 @@ fn every_byte_of_the_catalog() {
 }
 
 #[test]
-fn every_byte_of_some_chunks() {
+fn flipped_bit_in_a_chunk_is_found_by_its_checksum() {
     let (bytes, extents, _) = trained();
     let chosen: Vec<_> = extents.iter().step_by(5).collect();
     side_by_side(0..chosen.len() as u64, |number| {
@@ -131,7 +131,7 @@ fn every_byte_of_some_chunks() {
 }
 
 #[test]
-fn a_write_that_was_lost_or_went_elsewhere_is_found() {
+fn lost_or_misplaced_extent_is_found() {
     let (bytes, extents, _) = trained();
     let range = |offset: u64, nbytes: u64| size(offset)..size(offset + nbytes);
     for pair in extents.windows(2).filter(|pair| pair[0].2 == pair[1].2) {
@@ -178,7 +178,7 @@ fn a_lost_table_page_is_found() {
 }
 
 #[test]
-fn a_truncated_and_a_foreign_store_are_named() {
+fn open_error_names_a_truncated_or_foreign_store() {
     let (bytes, ..) = trained();
     let cut = outcome(bytes[..bytes.len() / 2].to_vec());
     assert!(cut.as_ref().is_err_and(|why| why.contains("truncated")), "{cut:?}");
@@ -188,7 +188,7 @@ fn a_truncated_and_a_foreign_store_are_named() {
 }
 
 #[test]
-fn a_flipped_bit_in_what_the_root_names_of_the_log_is_named_and_any_other_is_not_seen() {
+fn flipped_bit_in_a_used_log_page_is_named_and_in_others_ignored() {
     let found = model::large_disks(1);
     let store = model::trained(&found, 0);
     ok(store.keep_log(&model::LOGGED, 16));
@@ -234,7 +234,7 @@ fn encoded() -> Vec<u8> {
 }
 
 #[test]
-fn a_page_that_is_cut_short_is_refused() {
+fn parse_root_rejects_a_truncated_page() {
     let bytes = trained().0;
     let (page, uuid) = (&bytes[4096..8192], &model::UUID);
     assert!(matches!(parse_root(page, uuid), Ok(Some(_))));
@@ -247,7 +247,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: many(3000, 200), ..ProptestConfig::default() })]
 
     #[test]
-    fn parsers_take_anything(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
+    fn parsers_accept_any_bytes_without_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..9000)) {
         prop_assert!(!parse_label(&bytes).is_empty());
         drop(parse_root(&bytes, &model::UUID));
         let fields = parse_root_fields(&bytes);

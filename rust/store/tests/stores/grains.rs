@@ -102,7 +102,7 @@ fn round_trip(description: &Description) {
 }
 
 #[test]
-fn one_byte_values_beside_wide_state_come_back() {
+fn one_byte_values_and_wide_state_read_back_as_written() {
     let names = ["a", "b", "c", "d", "e"];
     let wide = model::record("wide", 0, Dtype::F32, &[60_000], &names);
     let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
@@ -115,7 +115,7 @@ fn one_byte_values_beside_wide_state_come_back() {
 }
 
 #[test]
-fn state_with_grains_comes_back() {
+fn state_with_grains_reads_back_as_written() {
     let sizes = [1, 7, 8, 255, 256, 257, 4095, 4096, 4097, 12_288, 12_289, 20_000, 0];
     let records = sizes.iter().map(|&numel| blocks(&format!("of {numel}"), numel)).collect();
     round_trip(&described(4096, records));

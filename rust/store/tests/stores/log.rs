@@ -8,7 +8,7 @@ use memascend_store::{Commit, Dtype, Error, LoggedRule, LoggedUpdate, StepHead, 
 use crate::model::{self, LOGGED, after, check, commit, large_disks, many, ok};
 
 #[test]
-fn what_was_logged_is_there_after_a_crash_at_any_commit() {
+fn logged_steps_are_replayed_after_a_crash_at_any_commit() {
     for steps in [1, 2, 16] {
         for count in [1, 2] {
             let disks = large_disks(count);
@@ -32,7 +32,7 @@ fn what_was_logged_is_there_after_a_crash_at_any_commit() {
 }
 
 #[test]
-fn less_room_is_fewer_steps_and_none_is_none() {
+fn keep_log_keeps_fewer_steps_with_less_free_space() {
     let mut seen = Vec::new();
     for extra in [0_usize, 60, 120, 1000] {
         let disks = [SimDisk::new((560 + extra) << 10)];
@@ -52,7 +52,7 @@ fn less_room_is_fewer_steps_and_none_is_none() {
 }
 
 #[test]
-fn a_ring_whose_records_are_not_written_whole_fills_up_and_keeps_what_is_needed() {
+fn full_log_rejects_appends_and_keeps_the_gradients_that_replay_needs() {
     let disks = large_disks(1);
     let store = model::trained(&disks, 0);
     let mut state = after(0).clone();
@@ -83,7 +83,7 @@ fn a_ring_whose_records_are_not_written_whole_fills_up_and_keeps_what_is_needed(
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_changes_nothing() {
+fn rejected_append_or_step_head_changes_nothing() {
     let disks = large_disks(1);
     let store = model::trained(&disks, 0);
     let (record, dtype) = LOGGED[0];
@@ -132,7 +132,7 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn files_grow_and_their_second_labels_move() {
+fn keep_log_grows_the_files_and_moves_their_second_labels() {
     let folder = model::Folder::new("log");
     let paths = folder.paths(2);
     let (store, _) = ok(Store::create(&paths, model::description(), &model::how()));

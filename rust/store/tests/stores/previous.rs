@@ -64,7 +64,7 @@ fn error_of(disk: &SimDisk, how: &Create) -> Error {
 }
 
 #[test]
-fn a_damaged_root_is_refused_and_the_other_commit_opened_when_asked_for() {
+fn damaged_root_is_rejected_and_previous_opens_the_other_commit() {
     for (newer, whole) in [(true, 2), (false, 3)] {
         let disk = trained(3, false);
         damage_root(&disk, if newer { pages(3).0 } else { pages(3).1 });
@@ -111,7 +111,7 @@ fn is_lost(disk: &SimDisk, step: u64) {
 }
 
 #[test]
-fn a_root_of_zeros_is_found_wherever_it_was() {
+fn root_of_zeros_is_found_in_either_page() {
     // If `last` is 1, the newest root is in a page that had no root before.
     for last in [1, 2, 3] {
         let disk = trained(last, false);
@@ -134,7 +134,7 @@ fn a_root_of_zeros_is_found_wherever_it_was() {
 }
 
 #[test]
-fn a_root_of_zeros_is_found_after_going_back() {
+fn root_of_zeros_is_found_after_opening_with_previous() {
     let disks = [trained(3, false)];
     assert_eq!(opened(&disks, &previous()), Ok(2));
     assert_eq!(opened(&model::after_loss(&disks, 1), &newest()), Ok(2));
@@ -145,7 +145,7 @@ fn a_root_of_zeros_is_found_after_going_back() {
 }
 
 #[test]
-fn a_root_of_zeros_is_found_where_commits_in_memory_left_roots_out() {
+fn root_of_zeros_is_found_in_a_closed_non_durable_store() {
     let mut how = model::how();
     how.durability = Durability::None;
     for last in 1..6 {
@@ -163,7 +163,7 @@ fn a_root_of_zeros_is_found_where_commits_in_memory_left_roots_out() {
 }
 
 #[test]
-fn the_step_after_the_newest_commit_ends_it() {
+fn previous_is_rejected_once_the_next_step_has_staged_a_record() {
     for damaged in [false, true] {
         let disk = trained(3, true);
         if damaged {
@@ -182,7 +182,7 @@ fn the_step_after_the_newest_commit_ends_it() {
 }
 
 #[test]
-fn a_damaged_table_counts_as_its_root() {
+fn damaged_table_is_rejected_and_previous_opens_the_other_commit() {
     let whole = trained(3, false);
     let tables = tables(&whole);
     let newer = tables[usize::from((3 + 1) & 1 == 1)].clone();
@@ -209,7 +209,7 @@ fn a_damaged_table_counts_as_its_root() {
 }
 
 #[test]
-fn there_has_to_be_one() {
+fn previous_is_rejected_without_an_undamaged_previous_commit() {
     let disk = trained(0, false);
     let error = error_of(&disk, &previous());
     assert!(matches!(error, Error::Invalid(_)) && error.to_string().contains("existing=\"resume\""), "{error}");
@@ -227,7 +227,7 @@ fn there_has_to_be_one() {
 }
 
 #[test]
-fn it_is_stopped_or_loses_power_at_every_point() {
+fn power_loss_during_previous_leaves_the_former_or_previous_commit() {
     for damaged in [false, true] {
         let image = trained(3, false);
         if damaged {
@@ -268,7 +268,7 @@ fn it_is_stopped_or_loses_power_at_every_point() {
 }
 
 #[test]
-fn a_device_that_fails_on_the_way_changes_nothing() {
+fn previous_opens_again_after_a_device_error() {
     let image = trained(3, false);
     damage_root(&image, pages(3).0);
     let mut failed = 0;
@@ -315,7 +315,7 @@ fn a_root_that_cannot_be_read_counts_as_damaged() {
 }
 
 #[test]
-fn what_was_not_closed_is_no_commit_to_go_back_to() {
+fn previous_rejects_a_commit_of_an_unclosed_run() {
     let mut how = model::how();
     how.durability = Durability::None;
     let disks = model::disks(1);
@@ -370,7 +370,7 @@ fn both_commits_are_examined_and_nothing_is_written() {
 }
 
 #[test]
-fn the_newest_commit_stays_until_it_is_given_up() {
+fn goes_back_later_keeps_the_newest_commit_until_go_back() {
     let disk = trained(3, false);
     let before = disk.bytes();
     let mut how = previous();

@@ -36,7 +36,7 @@ fn expected(store: &Store, unit: usize, commit: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_unit_is_what_was_committed_last_and_its_version_says_so() {
+fn fetch_returns_the_last_committed_values_and_version() {
     for count in 1..=3 {
         let store = trained(&model::disks(count), 4);
         for unit in 0..3 {
@@ -64,7 +64,7 @@ fn ended(is_done: impl Fn() -> bool) {
 }
 
 #[test]
-fn a_fetch_that_ended_holds_nothing_and_says_what_was_there_whenever_it_is_asked() {
+fn completed_fetch_keeps_its_values_while_commits_overwrite_its_slots() {
     let store = trained(&model::disks(1), 1);
     let memory = Seen::new(store.layout().unit_bytes(0));
     let fetch = ok(store.fetch(0, memory.clone()));
@@ -119,7 +119,7 @@ fn parts_hold_their_slots_until_each_was_read_once() {
 }
 
 #[test]
-fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
+fn fetch_error_names_the_damaged_record_or_reports_the_failed_device() {
     let disks = model::disks(1);
     let store = trained(&disks, 1);
     let extent = store.layout().extent(store.description(), 4, 1);
@@ -151,7 +151,7 @@ fn a_changed_byte_is_named_with_its_record_and_a_failed_device_is_an_error() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_an_interrupted_wait_can_be_made_again() {
+fn fetch_rejects_a_wrong_unit_or_buffer_and_waits_again_after_a_timeout() {
     let slow = Faults { delay: std::time::Duration::from_millis(200), seed: 3, ..Faults::default() };
     let disks = model::disks(1);
     drop(trained(&disks, 1));
@@ -165,7 +165,7 @@ fn what_does_not_fit_is_refused_and_an_interrupted_wait_can_be_made_again() {
 }
 
 #[test]
-fn sizes_come_from_the_description_alone() {
+fn description_sizes_equal_the_sizes_of_the_created_store() {
     for count in 1..=3 {
         let disks = model::disks(count);
         let store = trained(&disks, 1);
@@ -220,7 +220,7 @@ fn read_all(parts: &Arc<Parts>, checkers: &Checkers<Seen>, rooms: &[Seen]) -> Ve
 }
 
 #[test]
-fn parts_are_the_same_whoever_checks_them() {
+fn parts_have_the_same_bytes_with_any_number_of_checker_threads() {
     let store = trained(&model::disks(2), 3);
     for unit in 0..3 {
         let parts = smallest_parts(&store, unit);
@@ -242,7 +242,7 @@ fn parts_are_the_same_whoever_checks_them() {
 }
 
 #[test]
-fn a_changed_byte_is_told_by_its_part_alone() {
+fn only_the_part_with_the_damaged_byte_reports_corruption() {
     let disks = model::disks(1);
     let store = trained(&disks, 3);
     let parts = smallest_parts(&store, 1);
@@ -263,7 +263,7 @@ fn a_changed_byte_is_told_by_its_part_alone() {
 }
 
 #[test]
-fn what_is_dropped_is_let_go_and_what_was_handed_over_is_checked() {
+fn dropped_part_frees_its_memory_and_dropped_checkers_finish_all_parts() {
     let store = trained(&model::disks(1), 3);
     let parts = smallest_parts(&store, 1);
     let checkers = Checkers::new(2);
@@ -313,7 +313,7 @@ fn fetched(store: &Arc<Store>, unit: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_in_ram_is_read_once() {
+fn records_in_the_ram_tier_are_read_from_storage_once() {
     let disks = model::disks(2);
     let store = model::trained(&disks, 0);
     let all: Vec<usize> = (0..store.description().records.len()).collect();
@@ -345,7 +345,7 @@ fn what_is_in_ram_is_read_once() {
 }
 
 #[test]
-fn a_step_that_was_discarded_leaves_nothing_of_it() {
+fn reads_from_the_ram_tier_never_see_discarded_or_uncommitted_steps() {
     let store = model::trained(&model::disks(1), 0);
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
@@ -362,7 +362,7 @@ fn a_step_that_was_discarded_leaves_nothing_of_it() {
 }
 
 #[test]
-fn what_was_fresh_is_stale_after_a_discard() {
+fn discard_changes_the_ram_tier_epoch_and_refresh_restores_the_record() {
     let store = model::trained(&model::disks(1), 0);
     hold(&store, &[0]);
     for of_one in [false, true] {
@@ -377,7 +377,7 @@ fn what_was_fresh_is_stale_after_a_discard() {
 }
 
 #[test]
-fn random_lives_agree_with_a_store_that_holds_nothing() {
+fn reads_equal_the_last_commit_after_random_holds_discards_and_reopens() {
     model::side_by_side(0..40, |seed| {
         let mut rng = Rng::new(seed);
         let disks = model::disks(1 + rng.below(3));
@@ -408,7 +408,7 @@ fn random_lives_agree_with_a_store_that_holds_nothing() {
 }
 
 #[test]
-fn what_cannot_be_in_ram_is_refused_and_nothing_is_in_ram() {
+fn hold_rejects_an_unknown_record_and_a_closed_store() {
     let store = model::trained(&model::disks(1), 0);
     assert!(matches!(store.hold(&[99], Pin::Off, &mut || true), Err(Error::Invalid(_))));
     assert_eq!(check(&store, "nothing in RAM"), 0);

@@ -73,7 +73,7 @@ fn gone_on(path: &PathBuf, how: &Create) -> Result<(), String> {
 }
 
 #[test]
-fn what_is_refused_is_as_it_was() {
+fn failed_open_or_replay_leaves_the_file_and_its_mode_unchanged() {
     let folder = Folder::new("refusals");
     let path = folder.paths(1).remove(0);
     let mut refused = 0;
@@ -92,7 +92,7 @@ fn what_is_refused_is_as_it_was() {
 }
 
 #[test]
-fn looking_changes_nothing() {
+fn look_examine_and_commits_leave_the_file_unchanged() {
     let folder = Folder::new("looking");
     let path = folder.paths(1).remove(0);
     let whole = killed(&path);
@@ -113,7 +113,7 @@ fn open_descriptors(path: &Path) -> usize {
 }
 
 #[test]
-fn whatever_opens_a_file_lets_go_of_it() {
+fn create_open_and_look_close_their_file_descriptors() {
     let folder = Folder::new("descriptors");
     let path = ok(fs::canonicalize(folder.paths(1)[0].parent().unwrap_or(Path::new(".")))).join("device-0");
     let bytes = killed(&path);

@@ -45,7 +45,7 @@ fn a_commit_with_one_extent_missing_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_step_of_which_a_write_failed_is_not_committed_without_the_record_either() {
+fn commit_of_a_step_with_a_failed_write_is_rejected_after_discard_record() {
     let disks = model::disks(1);
     let garbage = model::contents(&model::trained(&disks, 2), 0, 9, 3);
     let faults = Faults { errors: vec![(Action::Write, model::EIO, 1000)], ..Faults::default() };
@@ -80,7 +80,7 @@ fn a_slot_is_not_staged_into_while_a_read_of_it_is_open() {
 }
 
 #[test]
-fn an_record_whose_update_is_announced_is_not_staged_too() {
+fn begin_rejects_a_record_whose_update_is_announced() {
     let mut how = model::how();
     how.durability = memascend_store::Durability::None;
     let store = model::created_as(&model::disks(1), &how);
@@ -103,7 +103,7 @@ fn stage_one(store: &Store, record: usize, update: u64) {
 }
 
 #[test]
-fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one() {
+fn commit_rewrites_table_pages_that_previous_commits_changed() {
     let disks = [SimDisk::new(8 << 20)];
     let records = (0..COUNT).map(|number| model::record(&format!("record {number}"), 0, Dtype::F32, &[1], &[]));
     let records = records.map(|record| memascend_store::Record { spill: None, ..record }).collect();
@@ -138,7 +138,7 @@ fn a_page_of_the_table_that_one_commit_changed_is_in_the_table_of_the_next_one()
 }
 
 #[test]
-fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
+fn record_whose_checksums_span_several_table_pages_reads_back() {
     let disks = [SimDisk::new(8 << 20)];
     let large = model::record("large", 0, Dtype::Bf16, &[600 * 2048], &[]);
     let records = vec![memascend_store::Record { spill: None, ..large }];
@@ -160,7 +160,7 @@ fn checksums_of_a_record_go_on_in_the_next_page_of_the_table() {
 }
 
 #[test]
-fn what_ranks_compare_is_what_is_staged_and_not_what_was_dropped() {
+fn digest_covers_staged_bytes_and_ignores_discarded_bytes() {
     let [once, again] = [1, 1].map(|last| model::trained(&model::disks(1), last));
     for store in [&once, &again] {
         store.compare(&[0]);
