@@ -125,7 +125,7 @@ def main() -> None:
     found = {"machine": described(), "settings": settings, "cases": cases}
     text = _shown(settings, cases)
     if before is not None:
-        text += f"\n\n{_beside_before(before, cases)}"
+        text += f"\n\n{_compare_with_before(before, cases)}"
     print(text)
     if options.write:
         _write(options.write, found, text)
@@ -353,7 +353,7 @@ def _of_later(cases: Mapping[str, Any]) -> list[str]:
     return [table(columns, rows), "", *verdicts]
 
 
-def _beside_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
+def _compare_with_before(before: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
     """Returns a table that compares `cases` with the cases of an earlier run, `before`.
 
     The table has two ratios for each case. The first ratio is the case's seconds in this run, divided by its seconds in

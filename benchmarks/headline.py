@@ -157,14 +157,14 @@ def _affordable(question: Question, budget: int) -> Question:
     If `budget` is too small, uses the smallest budget that works.
     """
 
-    def told(nbytes: int) -> Question:
+    def reply(nbytes: int) -> Question:
         return replace(question, options=replace(question.options, host_memory=nbytes))
 
     try:
-        answer(told(budget))
+        answer(reply(budget))
     except BudgetError as error:
-        return told(error.smallest)
-    return told(budget)
+        return reply(error.smallest)
+    return reply(budget)
 
 
 def _of(question: Question, sequences: int, count: int) -> Question:
@@ -375,13 +375,13 @@ def _planned(cell: Cell, reached: float | None) -> dict[str, Any]:
     question = cell.question
     if not cell.system.startswith("memascend"):
         return {}
-    said = answer(question)
+    output = answer(question)
     found = {
-        "planned_seconds": said.seconds,
-        "planned_device_bytes": said.device_bytes or None,
-        "planned_host_bytes": said.host_bytes,
-        "planned_read_per_parameter": said.read / cell.work.parameters,
-        "planned_written_per_parameter": said.written / cell.work.parameters,
+        "planned_seconds": output.seconds,
+        "planned_device_bytes": output.device_bytes or None,
+        "planned_host_bytes": output.host_bytes,
+        "planned_read_per_parameter": output.read / cell.work.parameters,
+        "planned_written_per_parameter": output.written / cell.work.parameters,
     }
     if reached and question.gpu is not None:
         gpu = replace(question.gpu, tflops=question.gpu.tflops * reached / REACHED)

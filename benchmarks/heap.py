@@ -79,8 +79,8 @@ def _measured(options: argparse.Namespace, shape: str, name: str) -> dict[str, A
         work["options"] = {"gradients": options.gradients, "host_memory": options.host_memory}
         words = [sys.executable, "-m", "benchmarks.heap", "--work", json.dumps(work)]
         done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reply: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reply
 
 
 def _summary(made: list[dict[str, Any]]) -> dict[str, float]:

@@ -106,12 +106,12 @@ def measured(
         sampler.stdout.readline()
         for _ in range(options.steps):
             step()
-        said, _ = sampler.communicate("end\n")
+        output, _ = sampler.communicate("end\n")
     system.end()
     peers.append(_peer(folder, moved))
     ends = [end for name, _, end in spans if name == _PARTS[-1]]
     seconds = statistics.median(end - begin for begin, end in zip([spans[0][1], *ends], ends, strict=False))
-    return spans, json.loads(said), _beside(seconds, moved, peers)
+    return spans, json.loads(output), _peer_text(seconds, moved, peers)
 
 
 def _peer(folder: Path, moved: dict[str, float]) -> float:
@@ -127,7 +127,7 @@ def _peer(folder: Path, moved: dict[str, float]) -> float:
     return speed.gb_per_second
 
 
-def _beside(seconds: float, moved: dict[str, float], peers: list[float]) -> str:
+def _peer_text(seconds: float, moved: dict[str, float], peers: list[float]) -> str:
     before, after = peers
     together = moved["read"] + moved["written"]
     if not together:

@@ -79,8 +79,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     layers = options.layers or largest(folder, options.width)
     words = [sys.executable, str(_EXAMPLE), str(folder), "--layers", str(layers), "--width", str(options.width)]
     words += ["--dtype", options.dtype]
-    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[0]
-    print(said.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
+    output = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+    print(output.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
     kills = killed.run_with_kills()
     # The killed run completes one more step, which the last kill interrupted.
@@ -90,7 +90,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     whole = Run(options, folder, "whole")
     seconds = whole.run(len(losses))
     return {
-        "model": said.rpartition(" has ")[2].replace(" and ", ", a vocabulary of "),
+        "model": output.rpartition(" has ")[2].replace(" and ", ", a vocabulary of "),
         "kills": kills,
         "killed": losses,
         "whole": whole.losses(),
@@ -170,8 +170,8 @@ class Run:
     def _begun(self, steps: int) -> Iterator[subprocess.Popen[bytes]]:
         """Starts the command and yields its process. At the end, kills the process if it still runs."""
         words = [*self._words, "--max_steps", str(steps)]
-        with (self.folder / "said").open("ab") as said:
-            process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        with (self.folder / "said").open("ab") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
         try:
             yield process
         finally:
@@ -189,8 +189,8 @@ class Run:
 
     def steps(self) -> int:
         """Returns the number of steps done, from the progress bar."""
-        said = self.folder / "said"
-        found = re.findall(rf"(\d+)/{_STEPS_MAX} \[", said.read_text(errors="replace")) if said.exists() else []
+        output = self.folder / "said"
+        found = re.findall(rf"(\d+)/{_STEPS_MAX} \[", output.read_text(errors="replace")) if output.exists() else []
         return int(found[-1]) if found else 0
 
     def store_bytes(self) -> int:

@@ -121,10 +121,10 @@ class Part:
     Each part runs in a separate process, which calls `say` to report values to the parent process.
     """
 
-    def __init__(self, made: Qwen2Config, folder: Path, say: Callable[[str, Any], None]) -> None:
+    def __init__(self, made: Qwen2Config, folder: Path, show: Callable[[str, Any], None]) -> None:
         self.made = made
         self.folder = folder
-        self.say = say
+        self.show = show
 
     def begin(self, storage: str, **options: Any) -> None:
         """Makes the model on the device "meta" and offloads it."""
@@ -146,7 +146,7 @@ class Part:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.say("loss", [step, loss.item().hex()])
+            self.show("loss", [step, loss.item().hex()])
 
     def evaluate(self, name: str) -> None:
         """Saves the logits to the file `name`; generates tokens and reports them."""
@@ -155,23 +155,23 @@ class Part:
         with torch.no_grad():
             made = self.model.generate(batch(7)[:, :8], max_new_tokens=4, do_sample=False, pad_token_id=1)
         self.model.train()
-        self.say("generated", made.tolist())
+        self.show("generated", made.tolist())
 
     def created(self) -> None:
         """Trains from the weights in `shards` and saves a checkpoint. Then trains until the process is killed."""
         self.begin("store", weights=self.folder / "shards")
-        self.say("plan", self.optimizer.plan.host_peak)
+        self.show("plan", self.optimizer.plan.host_peak)
         self.train(SAVED_AT)
         self.evaluate("logits")
         self.optimizer.save(self.folder / "checkpoint")
         self.train(KILLED_AFTER)
-        self.say("goes on", None)
+        self.show("goes on", None)
         self.train(10**6)
 
     def resumed(self) -> None:
         """Resumes from the store of the killed process; saves the model with transformers' `save_pretrained`."""
         self.begin("store", existing="resume")
-        self.say("resumed at", self.optimizer.steps)
+        self.show("resumed at", self.optimizer.steps)
         self.train(LAST)
         self.evaluate("last")
         # `save_pretrained` reads the state dict of the whole model, which is larger than the limit of the cgroup.
@@ -181,13 +181,13 @@ class Part:
     def continued(self) -> None:
         """Trains from the checkpoint, in a new store."""
         self.begin("other", checkpoint=self.folder / "checkpoint")
-        self.say("resumed at", self.optimizer.steps)
+        self.show("resumed at", self.optimizer.steps)
         self.train(LAST)
         self.evaluate("again")
         self.optimizer.close()
 
 
-def own_what_is_there() -> None:
+def existing_files() -> None:
     """Copies the writable pages that this forked process shares with its parent.
 
     The process calls this function before it enters its cgroup. The kernel then does not count these pages in the
@@ -259,31 +259,31 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
     part failed, or if the kernel killed it for memory.
     """
     group = Group(parent, part, limit)
-    hears, told = os.pipe()
+    reads, reply = os.pipe()
     began = time.perf_counter()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            os.close(hears)
+            os.close(reads)
             # The kernel kills this process if the parent dies. Without this call, the process would continue to run.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            own_what_is_there()
+            existing_files()
             group.enter()
-            getattr(Part(made, folder, lambda *said: os.write(told, json.dumps(said).encode() + b"\n")), part)()
+            getattr(Part(made, folder, lambda *output: os.write(reply, json.dumps(output).encode() + b"\n")), part)()
             status = 0
         except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:
             os._exit(status)
-    os.close(told)
-    os.set_blocking(hears, False)
+    os.close(reply)
+    os.set_blocking(reads, False)
     text, killed = b"", False
     ended, status = 0, 0
     while not ended:
         group.look()
         try:
-            text += os.read(hears, 65536)
+            text += os.read(reads, 65536)
         except BlockingIOError:
             time.sleep(0.002)
         if kill and not killed and b"goes on" in text:
@@ -292,21 +292,21 @@ def run(part: str, made: Qwen2Config, folder: Path, parent: Path, limit: int, *,
             time.sleep(0.05)
             os.kill(pid, signal.SIGKILL)
         ended, status = os.waitpid(pid, os.WNOHANG)
-    while more := os.read(hears, 65536):
+    while more := os.read(reads, 65536):
         text += more
-    os.close(hears)
+    os.close(reads)
     held = group.end()
     if status != (signal.SIGKILL if killed else 0) or held["killed for memory"]:
         raise SystemExit(
             f"the part {part!r} failed with status {status}. It reported {text.decode()!r}; memory: {held}"
         )
-    said = [json.loads(line) for line in text.splitlines()]
+    output = [json.loads(line) for line in text.splitlines()]
     return {
         "part": part,
         "seconds": time.perf_counter() - began,
         **held,
-        "losses": dict(value for key, value in said if key == "loss"),
-        **{key: value for key, value in said if key != "loss"},
+        "losses": dict(value for key, value in output if key == "loss"),
+        **{key: value for key, value in output if key != "loss"},
     }
 
 
@@ -329,9 +329,9 @@ def compare(found: dict[str, dict[str, Any]], folder: Path) -> None:
             f"wrong step after a restart: resumed at {at}, continued at {found['continued']['resumed at']}"
         )
     same = [("checkpoint", "logits"), ("saved", "last")]
-    for saved, said in same:
+    for saved, output in same:
         plain = AutoModelForCausalLM.from_pretrained(folder / saved)
-        if not torch.equal(logits(plain), torch.load(folder / said)):
+        if not torch.equal(logits(plain), torch.load(folder / output)):
             raise SystemExit(
                 f"with the weights in {saved!r}, plain transformers and memascend compute different logits"
             )

@@ -111,19 +111,19 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             order = {"config": str(config), "tokens": tokens, "budget": budget, "storage": folder}
             rounds = []
             for _ in range(options.rounds):
-                said = planned(config, tokens, [*speeds, "--host-memory", str(budget)])
+                output = planned(config, tokens, [*speeds, "--host-memory", str(budget)])
                 was = child(["-m", "benchmarks.plan_accuracy", "--run", json.dumps(order)])
-                rounds.append((said["step"]["seconds_per_step"], was["seconds"]))
+                rounds.append((output["step"]["seconds_per_step"], was["seconds"]))
             print(f"{name}, {bytes_shown(budget)}: done", file=sys.stderr, flush=True)
             cells.append({
-                "model": name, "parameters": said["model"]["parameters"], "budget": budget, "tokens": tokens,
-                "dtype": options.dtype, "said_bytes": said["host_bytes"], "was_bytes": was["bytes"],
+                "model": name, "parameters": output["model"]["parameters"], "budget": budget, "tokens": tokens,
+                "dtype": options.dtype, "said_bytes": output["host_bytes"], "was_bytes": was["bytes"],
                 # "said_added_bytes" subtracts the bytes that the plan assumes for imported modules, and
                 # "was_added_bytes" subtracts the bytes that the run measured for them.
-                "said_added_bytes": said["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
-                "said_seconds": None if options.memory else statistics.median(said for said, _ in rounds),
+                "said_added_bytes": output["host_bytes"] - IMPORTS, "was_added_bytes": was["added_bytes"],
+                "said_seconds": None if options.memory else statistics.median(output for output, _ in rounds),
                 "was_seconds": statistics.median(was for _, was in rounds), "rounds": rounds,
-                "bound": said["step"]["bound"], "gb_per_second": said["gb_per_second"],
+                "bound": output["step"]["bound"], "gb_per_second": output["gb_per_second"],
             })  # fmt: skip
     return cells
 
@@ -204,8 +204,8 @@ def shown(cells: list[dict[str, Any]]) -> str:
     return table(head, rows)
 
 
-def _memory(said: int, was: int) -> tuple[str, str, str]:
-    return bytes_shown(said), bytes_shown(was), f"{said / was:.2f}"
+def _memory(output: int, was: int) -> tuple[str, str, str]:
+    return bytes_shown(output), bytes_shown(was), f"{output / was:.2f}"
 
 
 def _seconds(cell: dict[str, Any]) -> tuple[str, str, str]:
@@ -213,10 +213,10 @@ def _seconds(cell: dict[str, Any]) -> tuple[str, str, str]:
 
     With `--memory`, no seconds are predicted, and all three texts are empty.
     """
-    said, was = cell["said_seconds"], cell["was_seconds"]
-    if said is None:
+    output, was = cell["said_seconds"], cell["was_seconds"]
+    if output is None:
         return "", "", ""
-    return seconds_shown(said), seconds_shown(was), f"{said / was:.2f}"
+    return seconds_shown(output), seconds_shown(was), f"{output / was:.2f}"
 
 
 if __name__ == "__main__":

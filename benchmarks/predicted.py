@@ -112,12 +112,12 @@ def _shown(settings: Mapping[str, Any], cases: Mapping[str, Any]) -> str:
     rows = []
     for name, case in cases.items():
         seconds, way = statistics.median(case["seconds"]), case["way"]
-        said = case["predicted"][way]
+        output = case["predicted"][way]
         others = ", ".join(f"{other} {took:.2f}" for other, took in case["predicted"].items() if other != way)
-        verdict = "met" if abs(seconds / said - 1) <= _NEAR else "MISSED"
+        verdict = "met" if abs(seconds / output - 1) <= _NEAR else "MISSED"
         spread = f"{min(case['seconds']):.2f}..{max(case['seconds']):.2f}"
-        of = f"{seconds / said:.3f} ({verdict})"
-        rows.append((name, way, f"{said:.2f}", f"{seconds:.2f}", spread, of, others))
+        of = f"{seconds / output:.3f} ({verdict})"
+        rows.append((name, way, f"{output:.2f}", f"{seconds:.2f}", spread, of, others))
     columns = (
         "a step", "its updates", "predicted s", "measured s", "spread", f"of predicted (within {_NEAR:.0%})",
         "predicted otherwise",
@@ -188,20 +188,20 @@ class _Worker:
             self.model.zero_grad()
         return statistics.median(one for one, _ in found), statistics.median(other for _, other in found)
 
-    def _predict(self, told: Mapping[str, Any], computed: tuple[float, float], model: Any, optimizer: Any) -> None:
+    def _predict(self, reply: Mapping[str, Any], computed: tuple[float, float], model: Any, optimizer: Any) -> None:
         from benchmarks.processor import byte_seconds, parameter_seconds
         from benchmarks.processor import update_seconds as measured_update
         from memascend.plan.cost import Drive, Work, assumed_host, seconds, update_seconds, ways
 
         self.model, self.optimizer = model, optimizer
-        read, write = (1e9 * speed for speed in told["drive"])
+        read, write = (1e9 * speed for speed in reply["drive"])
         # The throttle limits reads and writes separately. So a mix of equally many reads and writes moves bytes at
         # twice the lower limit.
         drive = Drive(read=read, write=write, mixed=2 * min(read, write))
         update, (check, copied), (bind, hand) = (
             measured_update()["fp32"],
             byte_seconds(),
-            parameter_seconds(Path(told["folder"])),
+            parameter_seconds(Path(reply["folder"])),
         )
         plan, count = optimizer.plan, len(list(model.parameters()))
         host = replace(assumed_host(None), update=update_seconds(plan, update), check=check, ram_tier_threads=2)

@@ -176,8 +176,8 @@ def _depth(model: nn.Module) -> int:
     can be measured.
     """
     lists = [blocks for _, _, blocks in _lists(model)]
-    alike = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
-    return len(lists[0]) if lists and alike and len(set(map(len, lists))) == 1 else 1
+    equal = all(len({_kind(block) for block in blocks}) == 1 for blocks in lists)
+    return len(lists[0]) if lists and equal and len(set(map(len, lists))) == 1 else 1
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
@@ -186,9 +186,9 @@ def _kind(block: nn.Module) -> tuple[object, ...]:
 
 def _shallow(model: nn.Module, depth: int) -> nn.Module:
     """Returns a copy of the model with only its first `depth` blocks; with all blocks if `_depth` is 1."""
-    alike = _depth(model) > 1
+    equal = _depth(model) > 1
     made = copy.deepcopy(model)
-    for parent, name, blocks in _lists(made) if alike else ():
+    for parent, name, blocks in _lists(made) if equal else ():
         setattr(parent, name, blocks[:depth])
     return made
 

@@ -64,16 +64,16 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         with Store.open(path) as store:
             parameters = sum(_elements(record["shape"]) for record in store.each_record() if record["state"])
             store.go_back()
-            heard = [0]
+            received = [0]
             with Engine(store, chunks=_CHUNKS, threads=options.threads) as engine:
                 began, busy = time.perf_counter(), time.process_time()
-                if not engine.replay(lambda _done, everything: heard.append(everything)):
+                if not engine.replay(lambda _done, everything: received.append(everything)):
                     raise SystemExit(
                         "the killed training left no gradient log, so the replay cannot be measured: pass --steps and "
                         "--parameters of at least 1"
                     )
                 seconds, busy = time.perf_counter() - began, time.process_time() - busy
-    updates = heard[-1] // _GRADIENT_BYTES
+    updates = received[-1] // _GRADIENT_BYTES
     return {
         "parameters": parameters,
         "updates": updates,

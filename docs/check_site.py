@@ -49,24 +49,24 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Collects the anchors, links, pictures and fetched files of a tag; begins headings and lines of text."""
-        told = {name: value or "" for name, value in attrs}
-        self.anchors.update(told[name] for name in ("id", "name") if name in told)
-        if tag == "a" and "href" in told:
-            self.links.append(told["href"])
+        answer = {name: value or "" for name, value in attrs}
+        self.anchors.update(answer[name] for name in ("id", "name") if name in answer)
+        if tag == "a" and "href" in answer:
+            self.links.append(answer["href"])
         elif tag == "img":
-            self.pictures.append(told)
+            self.pictures.append(answer)
         elif tag in ("script", "iframe", "link"):
-            self.fetched.extend(told[name] for name in ("src", "href") if name in told)
-        if told.get("data-md-component") == "source":
+            self.fetched.extend(answer[name] for name in ("src", "href") if name in answer)
+        if answer.get("data-md-component") == "source":
             self.fetched.append("https://api.github.com")
-        if tag in _HEADINGS and "doc-heading" not in told.get("class", "") and self._inside("article"):
+        if tag in _HEADINGS and "doc-heading" not in answer.get("class", "") and self._inside("article"):
             self.headings.append("")
         if tag in ("p", "li", "td", "th", "div", *_HEADINGS):
             self.prose += "\n"
         if tag == "pre":
             self.code += "\n"
         if tag not in _VOID:
-            self._open.append((tag, told.get("class", "")))
+            self._open.append((tag, answer.get("class", "")))
 
     def handle_endtag(self, tag: str) -> None:
         """Closes the tag. Also closes inner tags that have no end tag."""

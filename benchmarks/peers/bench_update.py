@@ -65,7 +65,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(json.dumps(result, indent=2))
     else:
         print(shown(result))
-        print(environment.MISSING if peer is None else _beside(peer))
+        print(environment.MISSING if peer is None else _peer_text(peer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +200,10 @@ def measure(folder: Path, options: argparse.Namespace, begin: Callable[[int], An
                 seconds[what].append(took[what])
         staging = updates.staging_bytes
         sample = store.read(subject.names[0])[0].flatten()[: bag.SAMPLE].float()
-        told = {} if other is None else {"other": other.compared(sample)}
+        answer = {} if other is None else {"other": other.compared(sample)}
     info = store.info()
     store.close()
-    return told | _result(subject, seconds, told, staging, info)
+    return answer | _result(subject, seconds, answer, staging, info)
 
 
 def _fio_peers(
@@ -231,7 +231,7 @@ def _fio_peers(
 
 
 def _result(
-    subject: _Parameters, seconds: dict[str, list[float]], told: dict[str, Any], staging: int, info: Mapping[str, Any]
+    subject: _Parameters, seconds: dict[str, list[float]], answer: dict[str, Any], staging: int, info: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the median of each list in `seconds`, and the bytes of memory that memascend holds.
 
@@ -239,7 +239,7 @@ def _result(
     this round. The result has the medians of these ratios.
     """
     result: dict[str, Any] = {"parameters": subject.parameters, "bytes": subject.nbytes}
-    if "error" in told.get("other", ()):
+    if "error" in answer.get("other", ()):
         # If the parameters of the other system differ from ours, its seconds are left out.
         seconds.pop("other", None)
     for what, times in seconds.items():
@@ -327,7 +327,7 @@ def shown(result: dict[str, Any]) -> str:
     )
 
 
-def _beside(peer: dict[str, Any]) -> str:
+def _peer_text(peer: dict[str, Any]) -> str:
     if "error" in peer:
         return f"DeepSpeed is left out: {peer['error']}"
     return (

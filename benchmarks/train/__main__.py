@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     if not Path(options.storage).is_dir():
         raise ConfigError(f"--storage {options.storage} is not a folder: pass a folder that exists")
     launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
-    bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _say)
+    bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _print_line)
     kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
     printed = _ignored if options.json else _print
     machine = described() | {"code": bench.code, "commit": commit()}
@@ -202,7 +202,7 @@ def _ignored(text: str) -> None:
     """
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -55,5 +55,5 @@ def commit() -> str:
     if shutil.which("git") is None:
         return "none"
     words = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    said = subprocess.run(words, check=False, capture_output=True, text=True)
-    return said.stdout.strip() or "none"
+    printed = subprocess.run(words, check=False, capture_output=True, text=True)
+    return printed.stdout.strip() or "none"

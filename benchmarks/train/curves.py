@@ -92,7 +92,7 @@ def points(bench: Bench, curve: Curve) -> list[Row]:
         for system in curve.systems:
             cell = bench.cell(work, system, settings)
             if "error" in cell:
-                bench.say(f"  {system} at {place}: {cell['error']}")
+                bench.print_line(f"  {system} at {place}: {cell['error']}")
                 continue
             taken = sorted(cell["seconds"]["step"])
             value = taken[len(taken) // 2] if curve.seconds else cell["added_bytes"] / 1e6

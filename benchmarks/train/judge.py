@@ -54,9 +54,9 @@ def judged(cells: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                     "losses of torch fall too little to compare them)"
                 }
                 continue
-            _beside_memory(result, cell, reference)
+            _compare_with_memory(result, cell, reference)
         found[system] = result
-    _beside_peers(found)
+    _compare_with_peers(found)
     return found
 
 
@@ -104,7 +104,7 @@ def bound(
     return {"forward": forward, "backward": backward, "update": update, "step": forward + backward + update}
 
 
-def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict[str, Any]) -> None:
+def _compare_with_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict[str, Any]) -> None:
     compute = {part: statistics.median(taken) for part, taken in reference["seconds"].items()}
     result["of_memory_seconds"] = result["seconds"]["step"] / compute["step"]
     result["of_memory_bytes"] = cell["added_bytes"] / reference["added_bytes"]
@@ -116,7 +116,7 @@ def _beside_memory(result: dict[str, Any], cell: dict[str, Any], reference: dict
         result["of_bound"] = result["seconds"]["step"] / result["bound"]["step"]
 
 
-def _beside_peers(found: dict[str, dict[str, Any]]) -> None:
+def _compare_with_peers(found: dict[str, dict[str, Any]]) -> None:
     """Adds to cells the ratios of speed and memory between memascend and a peer.
 
     "ours_faster" is the seconds of the peer's step, divided by the seconds of memascend's step. "ours_of_memory" is

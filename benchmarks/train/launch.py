@@ -133,20 +133,20 @@ class Launcher:
             start_new_session=True,
         )
         try:
-            said, _ = cell.communicate(timeout=seconds)
+            printed, _ = cell.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             _end(cell)
             return {"error": f"not done after {seconds:.0f} s"}
         except BaseException:
             _end(cell)
             raise
-        for line in reversed(said.splitlines()):
+        for line in reversed(printed.splitlines()):
             if line.startswith(ANSWER):
                 answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
                 return answer
         if cell.returncode == -signal.SIGKILL:
             return {"error": "killed by SIGKILL: probably out of memory", "killed": True}
-        return {"error": _last_words(said, cell.returncode), "output": said[-20 * _ERROR_CHARACTERS :]}
+        return {"error": _last_words(printed, cell.returncode), "output": printed[-20 * _ERROR_CHARACTERS :]}
 
 
 def _end(cell: subprocess.Popen[str]) -> None:
@@ -157,12 +157,12 @@ def _end(cell: subprocess.Popen[str]) -> None:
     cell.wait()
 
 
-def _last_words(said: str, status: int) -> str:
+def _last_words(printed: str, status: int) -> str:
     """Returns the last line of `said` that names an error, otherwise the last line, otherwise the exit status.
 
     Peers may print more lines after the line that names the error.
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] and not line.startswith("File ")]
     return (errors or lines or [f"exit status {status}"])[-1][:_ERROR_CHARACTERS]
 

@@ -38,8 +38,8 @@ class Bench:
         say: called with each line of progress, such as the name of a cell whose measurement begins.
     """
 
-    def __init__(self, launcher: Launcher, results: Results, steps: int, say: Callable[[str], None]) -> None:
-        self.launcher, self.results, self.steps, self.say = launcher, results, steps, say
+    def __init__(self, launcher: Launcher, results: Results, steps: int, print_line: Callable[[str], None]) -> None:
+        self.launcher, self.results, self.steps, self.print_line = launcher, results, steps, print_line
         self.code = code_hash()
         self._machine = described()
 
@@ -90,7 +90,7 @@ class Bench:
         on["code"] = self.code
 
         def measured() -> dict[str, Any]:
-            self.say(f"{name} ...")
+            self.print_line(f"{name} ...")
             answer = measure()
             if code_hash() != self.code:
                 raise ConfigError(

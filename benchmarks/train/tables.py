@@ -138,9 +138,9 @@ def _worded(workload: str) -> str:
     """Returns a workload's name, such as 125M-1x128-clip, in words."""
     size, batch, *more = workload.split("-")
     shape = batch.split("x")
-    told = {"clip": "clipped", "checkpointed": "activation checkpointing"}
+    answer = {"clip": "clipped", "checkpointed": "activation checkpointing"}
     tokens = f"{' x '.join(shape)} tokens" if len(shape) > 1 else batch
-    return ",\n".join([f"{size.removesuffix('M')} M", tokens, *(told.get(word, word) for word in more)])
+    return ",\n".join([f"{size.removesuffix('M')} M", tokens, *(answer.get(word, word) for word in more)])
 
 
 def _added_gigabytes(cell: dict[str, Any]) -> float:

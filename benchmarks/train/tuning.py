@@ -75,7 +75,7 @@ def _fewest(
         if "error" not in answer:
             kept = {other: value for other, value in others.items() if value != _BUFFERS_MAX}
             return {**kept, name: count}
-        bench.say(f"  {name} {count}: {answer['error']}")
+        bench.print_line(f"  {name} {count}: {answer['error']}")
         if answer.get("missing") or not any(word in answer["error"] for word in _TOO_FEW):
             break
     return answer

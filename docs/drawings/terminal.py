@@ -75,8 +75,8 @@ class Shell:
             os.chdir(folder)
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             # Set OMP_NUM_THREADS to 1, because several threads would wait for each other on a busy machine.
-            told = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
-            os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], told)  # noqa: S606
+            answer = {**os.environ, "PATH": path, "PS1": PROMPT, "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+            os.execvpe("bash", ["bash", "--noprofile", "--norc", "--noediting", "-i"], answer)  # noqa: S606
         # Set 500 columns, so that only draw() breaks lines.
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 500, 0, 0))
         self.wait()

@@ -66,16 +66,16 @@ def test_step_seconds_use_the_update_speed_of_the_asked_state(capsys, config, mo
     asked = ("--drive", "1e6,1e6", "--tokens", "16", "--keep-activations", "--gradients", "fused")
     asked = (*asked, "--host-memory", "default")
 
-    def told(*words):
+    def answer(*words):
         assert processor.main([str(config), *asked, *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    found = told()
+    found = answer()
     elements, tensors = found["model"]["parameters"], 12 * 9 + 3
     forward, backward, *_ = found["step"]["phases"]
     assert forward["parts"]["compute"] == pytest.approx(1 + tensors * 1e-3)
     assert backward["seconds"] == pytest.approx(2 + tensors * 2e-3 + elements * 1e-3, rel=1e-3)
-    step = told("--state", "8bit")["step"]["seconds_per_step"]
+    step = answer("--state", "8bit")["step"]["seconds_per_step"]
     assert step == pytest.approx(3 + tensors * 3e-3 + elements * PROCESSOR.update_seconds["8bit"], rel=1e-3)
 
 

@@ -197,7 +197,7 @@ def test_progress_bars_of_save_and_verify_reach_their_total(tmp_path, monkeypatc
     class Bar(Progress):
         def __init__(self, what, nbytes, stream=None):
             super().__init__(what, nbytes, stream)
-            self.said = (what, nbytes)
+            self.message = (what, nbytes)
             bars.append(self)
 
     for module in (shares, checkpoints):
@@ -206,8 +206,8 @@ def test_progress_bars_of_save_and_verify_reach_their_total(tmp_path, monkeypatc
     with optimizer:
         optimizer.save(tmp_path / "saved")
     checkpoints.Checkpoint(tmp_path / "saved").verify()
-    assert [bar.said[0] for bar in bars] == ["saving the checkpoint", "checking the checkpoint"]
-    assert all(bar._done == bar.said[1] > 0 for bar in bars)
+    assert [bar.message[0] for bar in bars] == ["saving the checkpoint", "checking the checkpoint"]
+    assert all(bar._done == bar.message[1] > 0 for bar in bars)
 
 
 def test_checkpoint_loads_with_and_without_checkpoint_wrapper(tmp_path):

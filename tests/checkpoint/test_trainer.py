@@ -51,7 +51,7 @@ def trainer(model, optimizer, output, *callbacks, **more):
     return trained_program.made(output, *callbacks, own=model, optimizers=(optimizer, None), **options)
 
 
-def said(trained):
+def message(trained):
     """Returns the log lines that have a loss, after removing their times and storage figures."""
     return [compared(entry) for entry in trained.state.log_history if "loss" in entry or "eval_loss" in entry]
 
@@ -63,8 +63,8 @@ def undisturbed(tmp_path_factory):
         model, optimizer = built()
         run = trainer(model, Reference(optimizer), tmp_path_factory.mktemp("undisturbed"), save_strategy="no")
         run.train()
-    assert len(said(run)) == STEPS + 2
-    return said(run), weights(model)
+    assert len(message(run)) == STEPS + 2
+    return message(run), weights(model)
 
 
 def begun(tmp_path, *, existing="refuse", checkpoint=None, seed=0):
@@ -110,7 +110,7 @@ def test_trainer_resumed_from_a_checkpoint_equals_uninterrupted_training(
         assert optimizer.steps == 4
         run = trainer(model, optimizer, output, Callback())
         run.train(resume_from_checkpoint=True)
-        assert (said(run), optimizer.steps) == (undisturbed[0], STEPS)
+        assert (message(run), optimizer.steps) == (undisturbed[0], STEPS)
         assert same_states(weights(model), undisturbed[1])
         for entry in run.state.log_history:
             assert ("loss" in entry) == FIGURES.issubset(entry)
@@ -144,7 +144,7 @@ def test_store_started_from_a_checkpoint_resumes_from_that_checkpoint(tmp_path, 
     with optimizer:
         run = trainer(model, optimizer, ended, Callback())
         run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))
-        assert said(run) == undisturbed[0]
+        assert message(run) == undisturbed[0]
         before = weights(model)
         with pytest.raises(UsageError, match=r"weights that differ .* belong to step 6 of"):
             run.train(resume_from_checkpoint=str(ended / "checkpoint-4"))

@@ -197,12 +197,12 @@ def require_same(one, other):
     assert same_states(one[1], other[1])
 
 
-def said(caplog):
+def messages(caplog):
     return [record.getMessage() for record in caplog.records if "one after the other" in record.getMessage()]
 
 
 @pytest.fixture
-def heard(caplog, monkeypatch):
+def received(caplog, monkeypatch):
     """Returns the log. The next forward always writes deferred updates, so the bytes read do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
     caplog.set_level(logging.INFO, "memascend")
@@ -228,11 +228,11 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trainer_by_layer_equals_the_plain_trainer_or_logs_why_not(tmp_path, heard, name):
+def test_trainer_by_layer_equals_the_plain_trainer_or_logs_why_not(tmp_path, received, name):
     found = trained(tmp_path, name, layers=True)
     why = CASES[name][2]
     assert found[3] == (why is None)
-    assert (said(heard) == []) if why is None else (len(said(heard)) == 1 and why in said(heard)[0])
+    assert (messages(received) == []) if why is None else (len(messages(received)) == 1 and why in messages(received)[0])
     if name in COMPARED:
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)
@@ -243,14 +243,18 @@ def test_trainer_by_layer_equals_the_plain_trainer_or_logs_why_not(tmp_path, hea
 
 @pytest.mark.parametrize(("allocatable", "fits"), [(178, True), (177, False)])
 def test_micro_batches_without_room_are_computed_one_after_the_other(
-    tmp_path, heard, on_a_gpu, monkeypatch, allocatable, fits
+    tmp_path, received, on_a_gpu, monkeypatch, allocatable, fits
 ):
     """On a GPU, the first step measures 100 bytes for the first micro-batch and 30 bytes for each later micro-batch."""
     room = by_layer.Room
     monkeypatch.setattr(by_layer, "Room", lambda *_: room(torch.device("cuda"), 0))
     on_a_gpu(allocatable)
     found = trained(tmp_path, "plain", layers=True)
-    assert (said(heard) == []) if fits else (len(said(heard)) == 1 and "no room for the activations" in said(heard)[0])
+    assert (
+        (messages(received) == [])
+        if fits
+        else (len(messages(received)) == 1 and "no room for the activations" in messages(received)[0])
+    )
     plain = trained(tmp_path, "plain", layers=False)
     require_same(found, plain)
     # By layer, a step reads fewer bytes than in the plain run. If micro-batches are computed one after the other,

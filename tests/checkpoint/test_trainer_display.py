@@ -36,19 +36,20 @@ def test_header_shows_the_run_its_machine_and_the_resumed_step(tmp_path, capsys)
     started(tmp_path, end=5)
     title, *header = shown(capsys)[:7]
     assert title == f"memascend: a new run of {STEPS} steps"
-    said = {line.split()[0]: line.split(maxsplit=1)[1] for line in header}
-    assert list(said) == ["model", "device", "RAM", "drive", "examples", "steps"]
-    assert re.fullmatch(r"Qwen2ForCausalLM: [\d,]+ parameters, all trained; float32", said["model"])
-    assert said["device"] == "this processor, 1 thread"
+    messages = {line.split()[0]: line.split(maxsplit=1)[1] for line in header}
+    assert list(messages) == ["model", "device", "RAM", "drive", "examples", "steps"]
+    assert re.fullmatch(r"Qwen2ForCausalLM: [\d,]+ parameters, all trained; float32", messages["model"])
+    assert messages["device"] == "this processor, 1 thread"
     assert re.fullmatch(
-        r"[\d.]+ MiB of a budget of 1 GiB, with \d+ parameters kept in RAM; [\d.]+ GiB free of [\d.]+ GiB", said["RAM"]
+        r"[\d.]+ MiB of a budget of 1 GiB, with \d+ parameters kept in RAM; [\d.]+ GiB free of [\d.]+ GiB",
+        messages["RAM"],
     )
-    assert str(tmp_path / "store") in said["drive"]
-    assert said["examples"] == "50"
+    assert str(tmp_path / "store") in messages["drive"]
+    assert messages["examples"] == "50"
     assert re.fullmatch(
         rf"{STEPS} of 8 examples; [\d.]+ (ms|s) and [\d.]+ [GM]B written, predicted for a drive of 5 and 4 GB/s, "
         r"50% of this processor's [\d,]+ GFLOPS",
-        said["steps"],
+        messages["steps"],
     )
     started(tmp_path, end=9)
     title, *header = shown(capsys)[:7]
@@ -88,15 +89,17 @@ class Bar(transformers.TrainerCallback):
     """A callback with a progress bar, in the attribute where transformers' ProgressCallback has its bar."""
 
     def __init__(self):
-        self.said = []
-        self.training_bar = SimpleNamespace(set_postfix_str=lambda words, refresh: self.said.append((words, refresh)))
+        self.messages = []
+        self.training_bar = SimpleNamespace(
+            set_postfix_str=lambda words, refresh: self.messages.append((words, refresh))
+        )
 
 
 def test_progress_bar_shows_the_figures_as_its_postfix(tmp_path, capsys):
     bar = Bar()
     started(tmp_path, bar, end=3)
-    assert len(bar.said) == 3
-    assert all(re.fullmatch(r"[\d,]+ tokens/s, drive [\d.]+ GB/s, waited for it .*", words) for words, _ in bar.said)
+    assert len(bar.messages) == 3
+    assert all(re.fullmatch(r"[\d,]+ tokens/s, drive [\d.]+ GB/s, waited for it .*", words) for words, _ in bar.messages)
     assert not any(line.startswith("memascend: step") for line in shown(capsys))
 
 

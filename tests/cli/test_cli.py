@@ -219,11 +219,11 @@ def test_counted_uses_the_singular_only_for_1():
 
 def report(capsys, path, status=0):
     assert main(["doctor", "--json", f"--storage={path}"]) == status
-    said = json.loads(capsys.readouterr().out)
-    assert said["ok"] is (status == 0)
-    assert all(finding.keys() == {"subject", "found", "verdict", "advice"} for finding in said["findings"])
-    assert {finding["verdict"] for finding in said["findings"]} <= {"fine", "slower", "fails"}
-    return {finding["subject"]: finding for finding in said["findings"]}
+    output = json.loads(capsys.readouterr().out)
+    assert output["ok"] is (status == 0)
+    assert all(finding.keys() == {"subject", "found", "verdict", "advice"} for finding in output["findings"])
+    assert {finding["verdict"] for finding in output["findings"]} <= {"fine", "slower", "fails"}
+    return {finding["subject"]: finding for finding in output["findings"]}
 
 
 def test_doctor_measures_a_folder_and_leaves_no_files(capsys, tmp_path):

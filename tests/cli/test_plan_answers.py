@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, peak_of, shown, told
+from support.planned import CONFIG, HIDDEN, LAYERS, VOCABULARY, WIDE, answer, peak_of, shown
 
 from memascend.cli import main
 from memascend.cli.plan.machine import parse_gpu
@@ -78,7 +78,7 @@ def test_trace_counts_logits_and_activations_separately(config):
 
 
 def test_step_seconds_are_bound_by_disk_or_compute(capsys, config):
-    found = told(capsys, config, *MACHINE, "--tokens", 256)
+    found = answer(capsys, config, *MACHINE, "--tokens", 256)
     step, plan = found["step"], found["plan"]
     assert step["bound"] == "disk"
     written = sum(plan["written_bytes"].values()) / 4e9
@@ -87,13 +87,13 @@ def test_step_seconds_are_bound_by_disk_or_compute(capsys, config):
     assert found["disk_seconds_per_step"] == pytest.approx(step["seconds_per_step"])
     assert found["device_bytes"] == plan["device_peak"] + found["torch"]["peak_bytes"]
     # On a card of 0.001 TFLOPS, compute bounds the step. `plan` assumes that a step reaches half of the card's speed.
-    slow = told(capsys, config, "--drive", "5,4", "--gpu", "0.001,24,25", "--tokens", 256)["step"]
+    slow = answer(capsys, config, "--drive", "5,4", "--gpu", "0.001,24,25", "--tokens", 256)["step"]
     assert slow["bound"] == "compute"
     assert slow["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / (0.5 * 0.001e12), rel=0.01)
 
 
 def test_plan_predicts_micro_batches_by_layer_and_one_after_the_other(capsys, config):
-    one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
+    one, four = (answer(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     turns = four["one_after_the_other"]
     assert one["one_after_the_other"] is None
     # The disk bounds these steps. By layer, four micro-batches move as many bytes as one micro-batch. One after the
@@ -106,7 +106,7 @@ def test_plan_predicts_micro_batches_by_layer_and_one_after_the_other(capsys, co
     # If micro-batches are computed one after the other, each micro-batch after the first reads values, reads gradient
     # sums, and writes gradient sums. Each of these three transfers moves 2 bytes for every streamed element.
     clipped = (*MACHINE, "--tokens", 256, "--max-grad-norm", 1, "--one-after-the-other")
-    moved = [told(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
+    moved = [answer(capsys, config, *clipped, "--accumulation-steps", n) for n in (1, 4)]
     sums = moved[0]["plan"]["written_bytes"]["gradients"]
     assert moved[1]["written_bytes_per_step"] - moved[0]["written_bytes_per_step"] == 3 * sums
     assert moved[1]["read_bytes_per_step"] - moved[0]["read_bytes_per_step"] >= 3 * 2 * sums
@@ -115,7 +115,7 @@ def test_plan_predicts_micro_batches_by_layer_and_one_after_the_other(capsys, co
     assert kept >= LAYERS * 256 * HIDDEN * 2
     assert four["device_bytes"] == one["device_bytes"] + 3 * kept
     # If compute bounds the step, micro-batches by layer take as long as micro-batches one after the other.
-    slow = told(
+    slow = answer(
         capsys, config, "--drive", "500,400", "--gpu", "0.001,24,25", "--tokens", 256, "--accumulation-steps", 4
     )
     assert slow["step"]["seconds_per_step"] == pytest.approx(slow["one_after_the_other"]["seconds_per_step"], rel=0.01)
@@ -126,7 +126,7 @@ def test_plan_predicts_micro_batches_by_layer_and_one_after_the_other(capsys, co
 
 def test_clipped_updates_wait_for_the_next_step(capsys):
     asked = (*EIGHT, "--accumulation-steps", 32, "--activations", "ssd")
-    plain, clipped = told(capsys, *asked), told(capsys, *asked, "--max-grad-norm", 1)
+    plain, clipped = answer(capsys, *asked), answer(capsys, *asked, "--max-grad-norm", 1)
     assert plain["step"]["updates_seconds"].keys() == {"fused"}
     step, plan = clipped["step"], clipped["plan"]
     assert step["updates"] == "next backward"
@@ -151,7 +151,7 @@ def test_clipped_updates_wait_for_the_next_step(capsys):
 
 def test_early_updates_are_predicted_only_where_a_run_tries_them(capsys, config):
     def ways(*words):
-        step = told(capsys, config, *MACHINE, "--tokens", 256, *words)["step"]
+        step = answer(capsys, config, *MACHINE, "--tokens", 256, *words)["step"]
         assert step["updates"] in step["updates_seconds"]
         return step["updates_seconds"].keys()
 
@@ -167,7 +167,7 @@ def test_early_updates_are_predicted_only_where_a_run_tries_them(capsys, config)
 
 def test_disk_seconds_without_a_named_gpu_are_reads_plus_writes(capsys, config):
     clip = ("--device", "cuda", "--drive", "5,4", "--max-grad-norm", 1)
-    found = told(capsys, config, *clip)
+    found = answer(capsys, config, *clip)
     read, written = (sum(found["plan"][f"{what}_bytes"].values()) for what in ("read", "written"))
     assert "values, forward" not in found["plan"]["read_bytes"]
     assert found["disk_seconds_per_step"] == pytest.approx(read / 5e9 + written / 4e9)
@@ -175,16 +175,16 @@ def test_disk_seconds_without_a_named_gpu_are_reads_plus_writes(capsys, config):
 
 def test_tied_weights_have_a_gradient_for_each_micro_batch(capsys, config):
     config.write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
-    one, four = (told(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
+    one, four = (answer(capsys, config, *MACHINE, "--tokens", 256, "--accumulation-steps", n) for n in (1, 4))
     shared = VOCABULARY * HIDDEN * 2
     assert four["device_bytes"] == one["device_bytes"] + 3 * (traced(config, 1, 256, "chunked").kept + shared)
 
 
 def test_drive_life_is_in_days_or_in_steps_without_a_named_gpu(capsys, config):
-    found = told(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
+    found = answer(capsys, config, *MACHINE, "--tokens", 256, "--endurance", 1200)
     days = 1200e12 / found["written_bytes_per_step"] * found["step"]["seconds_per_step"] / 86400
     assert found["drive"] == {"endurance_bytes": 1200 * 10**12, "days": pytest.approx(days)}
-    assert told(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
+    assert answer(capsys, config, *MACHINE, "--tokens", 256)["drive"]["endurance_bytes"] == 600 * 10**12
     # The first row of the table is the life of the drive. The unit is days if `plan` knows the seconds of a step, and
     # otherwise steps.
     rows = shown(capsys, config, *MACHINE, "--length", 128).partition("what   ")[2].splitlines()
@@ -194,7 +194,7 @@ def test_drive_life_is_in_days_or_in_steps_without_a_named_gpu(capsys, config):
 
 def test_disk_space_includes_the_gradient_log_of_the_ram_tier(capsys, config):
     asked = (*MACHINE, "--tokens", 256, "--host-memory", "64MiB")
-    found = told(capsys, config, *asked)
+    found = answer(capsys, config, *asked)
     log = found["disk"]["log_bytes"]
     # The log has room for 16 steps of 2-byte gradients, and for the step that is being written.
     assert 17 * 2 * found["model"]["parameters"] <= log == found["plan"]["log_bytes"]
@@ -203,27 +203,27 @@ def test_disk_space_includes_the_gradient_log_of_the_ram_tier(capsys, config):
     assert row.split("  ")[1:]
     assert whole in row
     assert f"{bytes_shown(log)} of it a gradient log of 16 steps" in row
-    assert told(capsys, config, *MACHINE, "--tokens", 256)["disk"]["log_bytes"] == 0
+    assert answer(capsys, config, *MACHINE, "--tokens", 256)["disk"]["log_bytes"] == 0
 
 
 def test_too_small_card_exits_with_1_and_fit_finds_a_batch(capsys, config):
     small = ("--drive", "5,4", "--gpu", "165,1.09,25", "--loss", "full")
-    found = told(capsys, config, *small, "--tokens", 65536, status=1)
+    found = answer(capsys, config, *small, "--tokens", 65536, status=1)
     assert not found["fits"]
     assert "--fit" in found["problems"][0]
-    fitting = told(capsys, config, *small, "--fit")
+    fitting = answer(capsys, config, *small, "--fit")
     found = [(one["fits"], one["length"], one["state"]) for one in fitting]
     assert found == [(True, 256, None), (True, 256, "bf16"), (True, 256, "8bit")]
     assert fitting[0]["seconds_per_step"] > fitting[1]["seconds_per_step"] > fitting[2]["seconds_per_step"]
-    assert told(capsys, config, *small, "--fit", "--state", "8bit") == fitting[2:]
+    assert answer(capsys, config, *small, "--fit", "--state", "8bit") == fitting[2:]
     batch = fitting[0]["batch"]
-    assert told(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
-    assert not told(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
+    assert answer(capsys, config, *small, "--tokens", batch * 256, "--length", 256)["fits"]
+    assert not answer(capsys, config, *small, "--tokens", 2 * batch * 256, "--length", 256, status=1)["fits"]
     assert f"{batch} x 256" in shown(capsys, config, *small, "--fit")
     # With --fit, too, `tokens_per_second` counts the tokens of all ranks and micro-batches.
     ranks = ("--ranks", 2, "--network", 5, "--accumulation-steps", 3, "--length", 256)
-    one = told(capsys, config, *small, *ranks, "--fit")[0]
-    step = told(capsys, config, *small, *ranks, "--tokens", one["batch"] * 256)["step"]
+    one = answer(capsys, config, *small, *ranks, "--fit")[0]
+    step = answer(capsys, config, *small, *ranks, "--tokens", one["batch"] * 256)["step"]
     assert one["tokens_per_second"] == pytest.approx(step["tokens_per_second"])
 
 
@@ -274,19 +274,19 @@ def test_unknown_gpu_or_drive_is_rejected(capsys, config):
 
 
 def test_untraceable_model_gets_a_reason_instead_of_seconds(capsys, config):
-    found = told(capsys, config, *MACHINE)
+    found = answer(capsys, config, *MACHINE)
     assert found["torch"]["tokens"] == 8192
     vision = {"architectures": ["ViTModel"], "model_type": "vit", "hidden_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
     config.write_text(json.dumps(vision))
-    found = told(capsys, config, *MACHINE)
+    found = answer(capsys, config, *MACHINE)
     assert "language models" in found["torch"]["why_not"]
     assert found["step"]["seconds_per_step"] is None
 
 
 def test_drive_option_accepts_the_name_of_a_pcie_generation(capsys, config):
-    named, said = (told(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
-    assert named["step"] == said["step"]
+    named, output = (answer(capsys, config, "--gpu", "4090", "--drive", drive) for drive in ("gen4", "5,4"))
+    assert named["step"] == output["step"]
     assert "pass one of gen3, gen4, gen5, or READ,WRITE" in shown(capsys, config, "--drive", "gen9", status=1)
 
 
@@ -309,7 +309,7 @@ def test_short_answer_shows_cost_memory_and_commands(capsys):
     assert (step, memory, run, larger) == ("a step", "memory", "10,000 examples", "a larger step")
     assert command == "write, on the command line"
     assert (trainer, loop) == ("write, for a Trainer", "write, in a loop")
-    found = told(capsys, *asked)
+    found = answer(capsys, *asked)
     seconds, turns = (f"{found[what]['seconds_per_step']:.3g} s" for what in ("step", "one_after_the_other"))
     assert lines[step].startswith(
         f"{seconds} for 16,384 tokens in 8 micro-batches by layer ({turns} one after the other), "
@@ -345,23 +345,23 @@ def test_short_answer_shows_cost_memory_and_commands(capsys):
 
 def test_the_proposal_has_the_largest_micro_batch_that_fits(capsys):
     words = (*EIGHT, "--length", 1024)
-    proposal = told(capsys, *words)["proposal"]
+    proposal = answer(capsys, *words)["proposal"]
     asked = ("--tokens", proposal["tokens"], "--accumulation-steps", proposal["micro_batches"])
     assert proposal["bound"] == "compute"
     assert proposal["activations"] == "device"
-    assert told(capsys, *words, "--tokens", proposal["tokens"])["fits"]
-    assert not told(capsys, *words, "--tokens", 2 * proposal["tokens"], status=1)["fits"]
-    turns = told(capsys, *words, *asked, "--one-after-the-other")["step"]
+    assert answer(capsys, *words, "--tokens", proposal["tokens"])["fits"]
+    assert not answer(capsys, *words, "--tokens", 2 * proposal["tokens"], status=1)["fits"]
+    turns = answer(capsys, *words, *asked, "--one-after-the-other")["step"]
     assert turns["seconds_per_step"] == pytest.approx(proposal["seconds_per_step"])
 
 
 def test_by_layer_is_proposed_where_it_is_much_faster(capsys):
     words = ("qwen3-30b-a3b", *EIGHT[1:], "--length", 1024)
-    proposal = told(capsys, *words)["proposal"]
+    proposal = answer(capsys, *words)["proposal"]
     layered = proposal["by_layer"]
     assert layered["run"]["seconds"] < 0.9 * proposal["run"]["seconds"]
     asked = ("--accumulation-steps", layered["micro_batches"], "--activations", layered["activations"])
-    found = told(capsys, *words, *asked)
+    found = answer(capsys, *words, *asked)
     assert found["step"]["seconds_per_step"] == pytest.approx(layered["seconds_per_step"])
     assert found["run"]["written"] == layered["run"]["written"]
     line = five(capsys, *words)["a larger step"]
@@ -370,7 +370,7 @@ def test_by_layer_is_proposed_where_it_is_much_faster(capsys):
 
 def test_nothing_is_proposed_to_several_ranks(capsys):
     # Several ranks compute micro-batches one after the other, so a step with more micro-batches moves more bytes.
-    assert told(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
+    assert answer(capsys, *EIGHT, "--ranks", 2)["proposal"] is None
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_plan_rejects_contradictory_or_invalid_options(capsys, words, says):
 
 
 def test_unnamed_gpu_has_memory_separate_from_the_host(capsys):
-    found = told(capsys, "qwen-1.5b", "--device", "cuda", *DEFAULT)
+    found = answer(capsys, "qwen-1.5b", "--device", "cuda", *DEFAULT)
     assert found["host_bytes"] < 2 << 30 < found["device_bytes"]
     lines = five(capsys, "qwen-1.5b", "--device", "cuda")
     title = "qwen-1.5b, 1.54 B parameters, on a GPU that is not named"

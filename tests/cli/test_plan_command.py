@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.chains import train
-from support.planned import shown, told
+from support.planned import answer, shown
 
 import memascend
 from memascend.cli import main
@@ -69,8 +69,8 @@ def test_plan_from_config_equals_the_run_and_bounds_its_host_memory(capsys, tmp_
     import transformers
 
     config = written(tmp_path, name)
-    smallest = told(capsys, config, "--gradients", "fused")["plan"]["smallest"]
-    plans = {budget: told(capsys, config, "--gradients", "fused", *given)["plan"] for budget, given in (
+    smallest = answer(capsys, config, "--gradients", "fused")["plan"]["smallest"]
+    plans = {budget: answer(capsys, config, "--gradients", "fused", *given)["plan"] for budget, given in (
         (smallest, ("--host-memory", smallest)), (None, ("--host-memory", "default")),
     )}  # fmt: skip
     for budget, plan in plans.items():
@@ -97,35 +97,35 @@ def test_plan_from_config_equals_the_run_and_bounds_its_host_memory(capsys, tmp_
 def test_plan_options_change_written_bytes_memory_and_step_time(capsys, tmp_path):
     config = written(tmp_path, "Qwen2")
     default = ("--host-memory", "default")
-    plain = told(capsys, config, *default)
-    clipped = told(capsys, config, "--max-grad-norm", "1.0", *default)
+    plain = answer(capsys, config, *default)
+    clipped = answer(capsys, config, "--max-grad-norm", "1.0", *default)
     assert "gradients" in clipped["plan"]["written_bytes"]
     assert "gradients" not in plain["plan"]["written_bytes"]
     assert clipped["steps_per_100_tb_written"] < plain["steps_per_100_tb_written"]
     at_speed = ("--gpu", "4090", "--drive", "gen4", *default, "--max-grad-norm", "1.0")
-    step, plain_step = (told(capsys, config, *words)["step"] for words in (at_speed, at_speed[:6]))
+    step, plain_step = (answer(capsys, config, *words)["step"] for words in (at_speed, at_speed[:6]))
     assert plain_step["seconds_per_step"] < step["seconds_per_step"]
     assert plain["steps_per_100_tb_written"] == 10**14 // plain["written_bytes_per_step"]
-    half = told(capsys, config, "--dtype", "bf16", *default)
+    half = answer(capsys, config, "--dtype", "bf16", *default)
     assert half["plan"]["host_peak"] < plain["plan"]["host_peak"]
     # For each element, the value and the gradient have 2 bytes each. The master weight and the two moments have 4 bytes
     # each.
     assert half["in_memory_bytes"] == 16 * half["model"]["parameters"]
-    plainest = told(capsys, config, "--optimizer", "sgd")
+    plainest = answer(capsys, config, "--optimizer", "sgd")
     assert plainest["plan"]["disk_bytes"] < plain["plan"]["disk_bytes"]
-    kept = told(capsys, config, "--gradients", "ram")
+    kept = answer(capsys, config, "--gradients", "ram")
     assert kept["plan"]["host"]["gradients"] == 4 * kept["model"]["parameters"]
 
 
 def test_plan_measures_the_disk_only_with_the_storage_option(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
-    measured = told(capsys, config, "--storage", tmp_path)
+    measured = answer(capsys, config, "--storage", tmp_path)
     assert measured["gb_per_second"].keys() == {"read", "write", "mixed"}
     assert measured["disk"]["free_bytes"] > measured["disk"]["bytes"]
     assert measured["disk_seconds_per_step"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    assert told(capsys, config)["gb_per_second"] is None
+    assert answer(capsys, config)["gb_per_second"] is None
     out = shown(capsys, config)
     for words in ("assumed; --storage P", "steps write 100 TB", "Host memory", "update staging", "disk space"):
         assert words in out
@@ -143,13 +143,13 @@ def test_a_path_that_does_not_exist_is_shown_with_its_drive(capsys, tmp_path):
 
 def test_plan_fails_if_free_ram_is_below_the_needed_host_memory(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
-    needed = told(capsys, config, "--device", "cpu", "--host-memory", "default")["host_bytes"]
+    needed = answer(capsys, config, "--device", "cpu", "--host-memory", "default")["host_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
         limits = {"available": free, "cgroup_limit": None}
         monkeypatch.setattr("memascend.memory.limits", lambda limits=limits: limits)
-        found = told(capsys, config, "--device", "cpu", status=status)
+        found = answer(capsys, config, "--device", "cpu", status=status)
         assert (found["fits"], found["host_free_bytes"]) == (not status, free)
-        assert told(capsys, config, "--gpu", "4090")["fits"]
+        assert answer(capsys, config, "--gpu", "4090")["fits"]
     assert main(["plan", str(config), "--device", "cpu"]) == 1
     assert "of free RAM, but the run needs" in capsys.readouterr().out
 
@@ -157,11 +157,11 @@ def test_plan_fails_if_free_ram_is_below_the_needed_host_memory(capsys, tmp_path
 def test_plan_fails_if_free_disk_space_is_below_the_store_size(capsys, tmp_path, monkeypatch):
     config = written(tmp_path, "ViT")
     monkeypatch.setattr("memascend.cli.storage._TRIAL_SECONDS", 0.05)
-    needed = told(capsys, config)["plan"]["disk_bytes"]
+    needed = answer(capsys, config)["plan"]["disk_bytes"]
     for free, status in ((needed, 0), (needed - 1, 1)):
         monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_, free=free: free)
         assert ("free another" in shown(capsys, config, "--storage", tmp_path, status=status)) == bool(status)
-        assert told(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
+        assert answer(capsys, config, "--storage", tmp_path, status=status)["disk"]["fits"] == (not status)
 
 
 def parameters_of(path):
@@ -181,17 +181,17 @@ def test_a_head_that_from_pretrained_unties_is_counted(tmp_path):
 
 def test_error_for_a_too_small_budget_names_the_smallest_working_budget(capsys, tmp_path):
     config = written(tmp_path, "GPT-2, tied")
-    smallest = told(capsys, config)["plan"]["smallest"]
+    smallest = answer(capsys, config)["plan"]["smallest"]
     assert main(["plan", str(config), "--host-memory", str(smallest - 1)]) == 1
-    said = re.search(
+    output = re.search(
         r"--host-memory (\S+) is too small: the smallest budget that works is (\S+), of", capsys.readouterr().err
     )
     # The error prints the given budget and the smallest budget with enough digits that the two texts differ. The
     # printed smallest budget works as an option.
-    assert said[1] != said[2]
-    assert smallest <= parse_bytes(said[2]) < 1.01 * smallest
-    assert told(capsys, config, "--host-memory", said[2])["plan"]["host_peak"] <= parse_bytes(said[2])
-    assert told(capsys, config, "--host-memory", smallest)["plan"]["host_peak"] <= smallest
+    assert output[1] != output[2]
+    assert smallest <= parse_bytes(output[2]) < 1.01 * smallest
+    assert answer(capsys, config, "--host-memory", output[2])["plan"]["host_peak"] <= parse_bytes(output[2])
+    assert answer(capsys, config, "--host-memory", smallest)["plan"]["host_peak"] <= smallest
 
 
 def test_plan_rejects_a_path_or_config_that_describes_no_model(capsys, tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_plan_for_an_absent_gpu_respects_the_device_memory_budget(tmp_path, caps
     (tmp_path / "deep.json").write_text(json.dumps(deep))
     hosts = []
     for name in ("config.json", "deep.json"):
-        plan = told(capsys, tmp_path / name, "--device", "cuda:1", "--host-memory", "default")["plan"]
+        plan = answer(capsys, tmp_path / name, "--device", "cuda:1", "--host-memory", "default")["plan"]
         assert plan["device_peak"] == sum(plan["device"].values()) <= plan["device_budget"]
         assert {"unit staging", "gradient windows"} <= plan["host"].keys()
         hosts.append({owner: nbytes for owner, nbytes in plan["host"].items() if owner not in ("index", "catalog")})
@@ -240,7 +240,7 @@ def test_plan_for_an_absent_gpu_respects_the_device_memory_budget(tmp_path, caps
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", "1KiB"]) == 1
     too_small = "--device-memory 1KiB is too small: the smallest budget that works is"
     works = re.search(rf"{too_small} (\S+), of", capsys.readouterr().err)[1]
-    smallest = told(capsys, path, "--device", "cuda", "--device-memory", works)["plan"]["device_smallest"]
+    smallest = answer(capsys, path, "--device", "cuda", "--device-memory", works)["plan"]["device_smallest"]
     assert "Device memory:" in shown(capsys, path, "--device", "cuda", "--device-memory", smallest)
     assert main(["plan", str(path), "--device", "cuda", "--device-memory", str(smallest - 1)]) == 1
     assert main(["plan", str(path), "--device", "cpu", "--device-memory", "1GiB"]) == 1

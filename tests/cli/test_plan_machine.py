@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.grids import usual
-from support.planned import shown, told
+from support.planned import answer, shown
 
 from memascend.cli import main
 from memascend.cli.plan import builtin, machine, model
@@ -149,7 +149,7 @@ def test_plan_prefers_a_folder_to_a_built_in_shape_of_the_same_name(capsys, conf
     monkeypatch.chdir(config.parent)
     (config.parent / "llama-8b").mkdir()
     config.rename(config.parent / "llama-8b" / "config.json")
-    assert told(capsys, "llama-8b", *SMALL)["model"]["parameters"] < 1_000_000
+    assert answer(capsys, "llama-8b", *SMALL)["model"]["parameters"] < 1_000_000
 
 
 def test_shapes_have_the_parameters_of_their_models():
@@ -269,7 +269,7 @@ def test_plan_advises_fp16_for_a_gpu_without_bf16(capsys, config):
 def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     asked = []
     monkeypatch.setattr("memascend.plan.hardware.product_flops", lambda kind: asked.append(kind) or 2e6)
-    found = told(capsys, config, *SMALL)
+    found = answer(capsys, config, *SMALL)
     assert asked == ["bfloat16"]
     assert found["step"]["bound"] == "compute"
     # `plan` assumes that a step computes at half of the speed of a matrix product. The disk adds less than 1% to the
@@ -292,7 +292,7 @@ def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monk
     one.mkdir()
     two.mkdir()
     alone, both = (
-        told(capsys, config, "--tokens", 256, "--gpu", "4090", *words)
+        answer(capsys, config, "--tokens", 256, "--gpu", "4090", *words)
         for words in (("--storage", one), ("--storage", one, "--storage", two))
     )
     assert both["disk"]["free_bytes"] == pytest.approx(alone["disk"]["free_bytes"], rel=0.05)
@@ -320,12 +320,12 @@ def test_paths_on_one_file_system_share_its_space_and_speed(capsys, config, monk
 def test_activations_ssd_moves_planned_bytes_from_gpu_to_disk(capsys, config, monkeypatch):
     words = config, "--drive", "5,4", "--tokens", 65_536, "--length", 256, "--accumulation-steps", 8
     words = *words, "--host-memory", "default"
-    here = told(capsys, *words, "--gpu", "165,24,25")
+    here = answer(capsys, *words, "--gpu", "165,24,25")
     kept = here["torch"]["kept_bytes"]
     card = "--gpu", f"165,{(here['device_bytes'] - 3 * kept + (1 << 30)) / 1e9},25"
-    problem = told(capsys, *words, *card, status=1)["problems"][0]
+    problem = answer(capsys, *words, *card, status=1)["problems"][0]
     assert f"ssd or host, which moves {bytes_shown(7 * kept)} of the other 7 micro-batches off the GPU" in problem
-    away = told(capsys, *words, *card, "--activations", "ssd")
+    away = answer(capsys, *words, *card, "--activations", "ssd")
     files = 8 * kept - away["plan"]["host"]["activations"]
     assert away["device_bytes"] == here["device_bytes"] - 7 * kept
     assert away["disk"]["bytes"] == here["disk"]["bytes"] + files
@@ -335,26 +335,26 @@ def test_activations_ssd_moves_planned_bytes_from_gpu_to_disk(capsys, config, mo
     assert f"{bytes_shown(files)} of it checkpointed activations" in out
     assert "activations='ssd')" in out or 'activations="ssd")' in out
     # With `--activations host` and a budget that has room for all activations, no activation is written to a file.
-    inside = told(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
+    inside = answer(capsys, *words, *card, "--activations", "host", "--host-memory", "4GiB")
     assert inside["disk"]["bytes"] == here["disk"]["bytes"]
     monkeypatch.setattr("memascend.plan.decision.free_space_beside", lambda *_: away["disk"]["bytes"] - 1)
     words = *words, *card, "--activations", "ssd", "--storage", config.parent
-    assert "of disk space, but only" in told(capsys, *words, status=1)["problems"][0]
+    assert "of disk space, but only" in answer(capsys, *words, status=1)["problems"][0]
 
 
 def test_plan_for_another_machine_uses_the_ram_option_or_assumes_64_gb(capsys):
     words = ("llama-8b", "--gpu", "4090", "--drive", "5,4", "--tokens", 2048)
-    plain, given = told(capsys, *words), told(capsys, *words, "--ram", "128GB")
+    plain, given = answer(capsys, *words), answer(capsys, *words, "--ram", "128GB")
     assert (plain["ram_bytes"], plain["ram_assumed"]) == (64 * 10**9, True)
     assert (given["ram_bytes"], given["ram_assumed"]) == (128 * 10**9, False)
     assert plain["plan"]["budget"] == 47 << 30
     assert given["plan"]["budget"] == 95 << 30
     assert given["step"]["seconds_per_step"] < plain["step"]["seconds_per_step"]
     # `--ram` is the RAM of the whole machine. The two ranks share this RAM.
-    assert told(capsys, *words, "--ranks", 2)["plan"]["budget"] < 24 << 30
+    assert answer(capsys, *words, "--ranks", 2)["plan"]["budget"] < 24 << 30
     # If `--host-memory` is given, `plan` compares the budget with the RAM only if `--ram` is given as well.
-    assert told(capsys, *words, "--host-memory", "90GiB")["ram_bytes"] is None
-    problem = told(capsys, *words, "--host-memory", "90GiB", "--ram", "64GB", status=1)["problems"][0]
+    assert answer(capsys, *words, "--host-memory", "90GiB")["ram_bytes"] is None
+    problem = answer(capsys, *words, "--host-memory", "90GiB", "--ram", "64GB", status=1)["problems"][0]
     assert "the machine has 59.6 GiB of RAM, but the run needs " in problem
     out = shown(capsys, *words)
     assert "GiB of RAM of 59.6 GiB (--ram), " in out
@@ -369,14 +369,14 @@ def test_full_drive_problem_names_large_files_and_smaller_state_formats(capsys, 
     (tmp_path / "old.store").write_bytes(bytes(2000))
     (tmp_path / "notes.txt").write_bytes(bytes(10))
     words = ("qwen-3b", "--gpu", "4090", "--drive", "5,4", "--storage", tmp_path / "run.store")
-    problem = told(capsys, *words, status=1)["problems"][0]
-    said = re.fullmatch(
+    problem = answer(capsys, *words, status=1)["problems"][0]
+    output = re.fullmatch(
         r"the run needs ([\d.]+) GiB of disk space, but only 50 GiB are free: free another ([\d.]+) GiB "
         r"\(for example, (\S+) has 1.95 KiB\), or use a larger drive, or make the store smaller "
         r"\(--state bf16 needs ([\d.]+) GiB; --state 8bit needs ([\d.]+) GiB\)",
         problem,
     )
-    needed, missing, file, half, eighth = said.groups()
+    needed, missing, file, half, eighth = output.groups()
     assert float(missing) == pytest.approx(float(needed) - 50, abs=0.2)
     assert file == str(tmp_path / "old.store")
     assert float(needed) > float(half) > float(eighth)

@@ -28,14 +28,14 @@ class Handler(BaseHTTPRequestHandler):
         assert return_logprob
         answers = []
         for row in input_ids:
-            tokens, told = list(row), []
+            tokens, reply = list(row), []
             for _ in range(sampling_params["max_new_tokens"]):
                 logits = Handler.model(torch.tensor([tokens])).logits[0, -1] / sampling_params.get("temperature", 1.0)
                 logprobs = logits.log_softmax(-1)
                 token = int(torch.multinomial(logprobs.exp(), 1))
-                told.append([float(logprobs[token]), token, None])
+                reply.append([float(logprobs[token]), token, None])
                 tokens.append(token)
-            answers.append({"meta_info": {"output_token_logprobs": told}})
+            answers.append({"meta_info": {"output_token_logprobs": reply}})
         return answers
 
     def count(self):

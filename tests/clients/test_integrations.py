@@ -41,8 +41,8 @@ def folder(tmp_path):
     make_model(tmp_path / "model", torch.float32)
     turns = [(TEXT[row % 5 :][:12], TEXT[row * 3 % 7 :][:20]) for row in range(24)]
     rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
-        for asked, said in turns
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": printed}]}
+        for asked, printed in turns
     ]
     write_rows(tmp_path / "data.jsonl", rows)
     return tmp_path

@@ -44,8 +44,8 @@ def server():
 
 
 def run(recipe, folder, **environment):
-    told = {**os.environ, "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", **environment}
-    subprocess.run([sys.executable, "-c", recipe], cwd=folder, check=True, env=told)
+    reply = {**os.environ, "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", **environment}
+    subprocess.run([sys.executable, "-c", recipe], cwd=folder, check=True, env=reply)
 
 
 @pytest.mark.parametrize("recipe", [pytest.param(code, id=title) for title, code in RECIPES if "GRPO" not in title])

@@ -96,12 +96,12 @@ def test_stopped_train_names_the_committed_step_and_resumes_there(tmp_path):
     prepare(tmp_path, torch.float32)
     more, step = "logging_steps: 1\nlr_scheduler_type: constant", None
     for place, stop, status in (("'loss'", signal.SIGINT, 130), ("resuming at", signal.SIGTERM, 143)):
-        said = run(tmp_path, "own", more, kill=(place,), after=0.2, by=stop, ends=status).splitlines()
+        printed = run(tmp_path, "own", more, kill=(place,), after=0.2, by=stop, ends=status).splitlines()
         title = f"a new run of {STEPS} steps" if step is None else f"resuming at step {step + 1} of {STEPS}"
-        assert f"memascend: {title}" in said
+        assert f"memascend: {title}" in printed
         with look([tmp_path / "own.store"]) as store:
             step = store.step
-        assert said[-1] == (
+        assert printed[-1] == (
             f"memascend train: stopped after step {step}, which is committed: run the same command to continue"
         )
     run(tmp_path, "own", more)

@@ -65,12 +65,12 @@ def unpacked(wheels, folder):
     return folder
 
 
-def environment(site, told):
+def environment(site, answer):
     # Makes Python import memascend from the unpacked wheel, not from the checkout or from installed packages.
     own = {
         "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "tests"), str(ROOT)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "MEMASCEND_TOLD": str(told),
+        "MEMASCEND_OUTCOMES": str(answer),
         "MEMASCEND_GPU": "1",
     }
     return {**os.environ, **own}
@@ -104,22 +104,22 @@ def ended(command, env, log, limit):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def tested(options, told, env, until):
+def tested(options, answer, env, until):
     """Runs tests until all have an outcome or the time is up; returns True if all tests have an outcome."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "device.told", "-p", "no:cacheprovider", "-p", "no:xdist",
+        sys.executable, "-m", "pytest", "-q", "-p", "device.outcomes", "-p", "no:cacheprovider", "-p", "no:xdist",
         "--timeout", str(options.timeout), "-m", "gpu", *map(str, with_devices()),
     ]  # fmt: skip
     while (left := until - time.monotonic() - ENDS_WITHIN) > 0:
-        before = len(lines(told))
+        before = len(lines(answer))
         began = time.monotonic()
         status = ended(command, env, options.state / "tests.log", left)
-        new = lines(told)[before:]
+        new = lines(answer)[before:]
         if any("finished" in line for line in new):
             return True
         if status is not None and not any("begin" in line for line in new):
             raise SystemExit(f"pytest ended with status {status} and ran no test: read {options.state / 'tests.log'}")
-        _, begun = read(told)
+        _, begun = read(answer)
         for name, count in begun.items():
             # The test `name` was running when this pytest process, or an earlier pytest process, ended.
             if status is None and count < ATTEMPTS_MAX:
@@ -127,15 +127,15 @@ def tested(options, told, env, until):
             how = f"ended the process with {status}"
             if status is None:
                 how = f"did not end, {count} times; the last time in a process of {time.monotonic() - began:.0f} s"
-            with told.open("a") as file:
+            with answer.open("a") as file:
                 file.write(json.dumps({"end": name, "outcome": "failed", "seconds": 0, "said": how}) + "\n")
     return False
 
 
-def summary(options, told, *, complete):
+def summary(options, answer, *, complete):
     """Writes the outcomes so far to summary.txt; returns the text, and whether a test has failed."""
-    done, _ = read(told)
-    names = next((line["all"] for line in reversed(lines(told)) if "all" in line), [])
+    done, _ = read(answer)
+    names = next((line["all"] for line in reversed(lines(answer)) if "all" in line), [])
     counts = Counter(line["outcome"] for line in done.values())
     failed = {name: line for name, line in done.items() if line["outcome"] == "failed"}
     skipped = Counter(line["said"] for line in done.values() if line["outcome"] == "skipped")
@@ -173,14 +173,14 @@ def main(arguments=None):
         raise SystemExit("no wheel was found: run `make wheel` and copy dist/ to this machine, or pass --wheel")
     others = sorted(options.packages.glob("*.whl")) if options.packages else []
     site = unpacked([wheels[-1], *others], options.state / "site")
-    told = options.state / "told.jsonl"
+    answer = options.state / "outcomes.jsonl"
     log = options.state / "torch.log"
-    env = environment(site, told)
+    env = environment(site, answer)
     sees = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if ended([sys.executable, "-c", sees], env, log, options.seconds):
         raise SystemExit(f"torch finds no CUDA device, so all tests would be skipped: read {log} and check the driver")
-    complete = tested(options, told, env, until)
-    text, failed = summary(options, told, complete=complete)
+    complete = tested(options, answer, env, until)
+    text, failed = summary(options, answer, complete=complete)
     print(text)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -184,8 +184,8 @@ optimizer.close()
 
 def test_run_resumes_after_a_lost_cuda_context(tmp_path, device, python, data, expected):
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    said = python(LOST, tmp_path, tests, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert "said:" in said
+    output = python(LOST, tmp_path, tests, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert "said:" in output
     model, optimizer = begun(tmp_path, device, existing="resume")
     with optimizer:
         assert optimizer.steps == len(expected)

@@ -161,9 +161,9 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     assert re.search(f"RankError: (rank {2 * dead}, rank {2 * dead + 1} did not|{named})", output), output
     hosts.connect(dead, "up")
     swapped = [line.replace("host0", "host1") for line, _ in reversed(lines("drives"))]
-    told = end([hosts.start(host, line) for host, line in enumerate(swapped)], 1)
-    assert "number the hosts as before" in told
-    assert "on host0 is the store of rank 0 of 4" in told, told
+    answer = end([hosts.start(host, line) for host, line in enumerate(swapped)], 1)
+    assert "number the hosts as before" in answer
+    assert "on host0 is the store of rank 0 of 4" in answer, answer
     assert begun_at(end(start(hosts, "drives"))) >= 7
     assert saved(hosts) == alone
     assert all((hosts.folder_of(host, drive) / "run").is_file() for host in range(2) for drive in hosts.DRIVES)
@@ -180,9 +180,9 @@ def lose_drive(hosts, name):
 
 def test_a_run_that_lost_a_drive_begins_at_its_checkpoint(hosts, alone):
     lose_drive(hosts, "drives")
-    told = end(start(hosts, "drives"), 1)
-    assert "rank 3: holds no store, and other ranks do" in told
-    assert "existing='replace' on all ranks to begin a new run; give also checkpoint=FOLDER" in told
+    answer = end(start(hosts, "drives"), 1)
+    assert "rank 3: holds no store, and other ranks do" in answer
+    assert "existing='replace' on all ranks to begin a new run; give also checkpoint=FOLDER" in answer
     assert begun_at(end(start(hosts, "checkpoint"))) == 5
     assert saved(hosts) == alone
 

@@ -43,8 +43,8 @@ def test_common_of_rejects_stores_of_several_runs(last, count):
 
 def chosen(shards, each):
     """Returns the result of `choose` on rank 0, if rank N finds the store `each[N]`."""
-    told = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
-    exchange = SimpleNamespace(rank=0, all_gather=lambda about, _: told[about])
+    answer = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
+    exchange = SimpleNamespace(rank=0, all_gather=lambda about, _: answer[about])
     return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
 
 
@@ -75,12 +75,12 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
     assert rows.of("exp_avg_absmax", torch.arange(3)).tolist() == [1, 2]
 
 
-def stores(count, *each, said=None):
+def stores(count, *each, description=None):
     """Returns the `Stores` of a run with `count` ranks.
 
-    For each rank, `each` has the rank's store, or None if the store is missing. All stores have the description `said`.
+    For each rank, `each` has the rank's store, or None if the store is missing. `description` is the description of all stores.
     """
-    seen = {rank: {**one, "description": said} for rank, one in enumerate(each) if one is not None}
+    seen = {rank: {**one, "description": description} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
 
 
@@ -88,12 +88,12 @@ def identity(count, number):
     return {"ranks": count, "run": "uuid" if count == 1 else RUNS[count], "number": number}
 
 
-def said(*earlier, step=7):
+def description(*earlier, step=7):
     return {"uuid": "uuid", "step": step, EARLIER: list(earlier)}
 
 
-def new(said):
-    return stores(2, store(2, 1), store(2, 1), said=said)
+def new(description):
+    return stores(2, store(2, 1), store(2, 1), description=description)
 
 
 ZEROS = {**store(4), "there": False, "filled": True}
@@ -116,26 +116,26 @@ ZEROS = {**store(4), "there": False, "filled": True}
     ],
 )
 def test_new_stores_supersede_the_earlier_commit_that_they_name(old, outlived):
-    assert list(superseded_by([old, new(said(identity(4, 9)))])) == outlived
+    assert list(superseded_by([old, new(description(identity(4, 9)))])) == outlived
     # If the new stores do not name the old stores, the old stores are not superseded.
-    assert not superseded_by([old, new(said())])
+    assert not superseded_by([old, new(description())])
     assert not superseded_by([old, new(None)])
 
 
 @pytest.mark.parametrize("last", [None, store(2)])
 def test_incomplete_new_stores_supersede_no_earlier_store(last):
     old = stores(4, *[store(4, 9, 8)] * 4)
-    assert not superseded_by([old, stores(2, store(2, 1), last, said=said(identity(4, 9)))])
+    assert not superseded_by([old, stores(2, store(2, 1), last, description=description(identity(4, 9)))])
 
 
 def test_new_stores_supersede_stores_of_several_earlier_rank_counts():
     """The run had one process, then two ranks, then three. Of the two ranks' stores, rank 0's store is missing."""
-    two = stores(2, None, store(2, 1), said=said(identity(1, 7)))
-    three = stores(3, *[store(3, 1)] * 3, said=said(identity(2, 1), identity(1, 7)))
-    assert sorted(superseded_by([stores(1, store(1, 0), said=said()), two, three])) == [1, 2]
+    two = stores(2, None, store(2, 1), description=description(identity(1, 7)))
+    three = stores(3, *[store(3, 1)] * 3, description=description(identity(2, 1), identity(1, 7)))
+    assert sorted(superseded_by([stores(1, store(1, 0), description=description()), two, three])) == [1, 2]
     # Now the store of the single process has step 8. The stores of two and three ranks name step 7 of this store, so
     # they do not supersede step 8.
-    assert list(superseded_by([stores(1, store(1, 0), said=said(step=8)), two, three])) == [2]
+    assert list(superseded_by([stores(1, store(1, 0), description=description(step=8)), two, three])) == [2]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ class Talk:
     """
 
     def __init__(self, size):
-        self.said = [None] * size
+        self.messages = [None] * size
         self.barrier = threading.Barrier(size, timeout=10)
 
     def of(self, rank):
@@ -184,15 +184,15 @@ class Talker:
     part = Exchange.part
 
     def __init__(self, talk, rank):
-        self.talk, self.rank, self.size = talk, rank, len(talk.said)
+        self.talk, self.rank, self.size = talk, rank, len(talk.messages)
 
-    def all_gather(self, about, said, **_):
-        self.talk.said[self.rank] = json.dumps([about, said])
+    def all_gather(self, about, messages, **_):
+        self.talk.messages[self.rank] = json.dumps([about, messages])
         self.meet()
-        told = [json.loads(one) for one in self.talk.said]
+        answer = [json.loads(one) for one in self.talk.messages]
         self.meet()
-        assert {one[0] for one in told} == {about}, told
-        return [one[1] for one in told]
+        assert {one[0] for one in answer} == {about}, answer
+        return [one[1] for one in answer]
 
     def add(self, numbers):
         # `Agreement` calls `add` to compare the rows that several replicas have. With one replica, all numbers are 0.
@@ -331,7 +331,7 @@ def test_one_process_refuses_the_store_of_a_rank(tmp_path):
         # Commits to the store as rank 1 of two ranks would.
         Agreement(Talk(1).of(0), store, bytes(16), 4, bytes(16), bytes(16), Layout(0, 1, 2))
         store._shared.exchange.rank, store._shared.exchange.size = 1, 2
-        store._shared.exchange.all_gather = lambda _, said, **__: [said]
+        store._shared.exchange.all_gather = lambda _, value, **__: [value]
         with Engine(store) as updates:
             updates.fill("weight", torch.zeros(3, 4), step=1)
             updates.commit(1)

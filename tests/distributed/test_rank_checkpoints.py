@@ -265,11 +265,11 @@ def test_checkpoint_of_ranks_equals_the_checkpoint_of_one_process(tmp_path, coun
 
 
 def test_ranks_keep_checkpoints_and_user_states_and_match_their_plan(tmp_path):
-    (one, all_of_them), (other, told) = on_ranks(2, every, tmp_path)
-    assert told == all_of_them
+    (one, all_of_them), (other, answer) = on_ranks(2, every, tmp_path)
+    assert answer == all_of_them
     # The second report has the bytes that both ranks had moved when the second `step()` began.
-    assert one[0] + other[0] <= told["read"] <= 2 * (one[0] + other[0])
-    assert told["written"] >= one[1] + other[1] > 0
+    assert one[0] + other[0] <= answer["read"] <= 2 * (one[0] + other[0])
+    assert answer["written"] >= one[1] + other[1] > 0
     trained = model(torch.float32)
     alone = optimizer_of(trained, "sgd")
     with pytest.warns(UserWarning, match="2 ranks wrote this checkpoint"):

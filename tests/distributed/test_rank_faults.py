@@ -399,9 +399,9 @@ class Drill:
         """Resumes the run on all ranks for up to two more steps; returns each rank's result."""
         options = {"steps": self.done + 2, "timeout": TIMEOUT, "given": self.given, **options}
         ranks = meshed(self.folder, *self.shape, **options)
-        told = [rank for rank in ranks if rank is not None]
-        assert all(rank["opened"] in (None, self.done, self.done + 1) for rank in told), (self.done, told)
-        self.done = max([self.done, *(rank["committed"] or 0 for rank in told)])
+        answer = [rank for rank in ranks if rank is not None]
+        assert all(rank["opened"] in (None, self.done, self.done + 1) for rank in answer), (self.done, answer)
+        self.done = max([self.done, *(rank["committed"] or 0 for rank in answer)])
         return ranks
 
     def faulty(self, kind, victim):

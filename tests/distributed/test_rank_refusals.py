@@ -379,14 +379,14 @@ def within(trained, do, *, modify=True):
         do()
 
 
-def replaced(trained, factor, *, alike=True):
+def replaced(trained, factor, *, same_kind=True):
     """Replaces each parameter by itself times `factor`.
 
     If `alike` is false, replaces each parameter by a tensor of zeros that is not sharded.
     """
     for module in trained.modules():
         for short, one in list(module.named_parameters(recurse=False)):
-            values = one.detach() * factor if alike else torch.zeros(one.shape)
+            values = one.detach() * factor if same_kind else torch.zeros(one.shape)
             setattr(module, short, torch.nn.Parameter(values, one.requires_grad))
 
 
@@ -420,7 +420,7 @@ def require_the_doors(trained, optimizer):
         write(optimizer, list(trained.parameters()), fails)
     own = trained[3].bias
     with pytest.raises((memascend.UsageError, memascend.RankError), match="within materialized"):
-        within(trained, lambda: replaced(trained, 2.0, alike=rank == 0))
+        within(trained, lambda: replaced(trained, 2.0, same_kind=rank == 0))
     trained[3].bias = own
     within(trained, lambda: replaced(trained, 1.0))
     assert all(map(same_bits, before, whole(trained)))

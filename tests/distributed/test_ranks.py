@@ -20,8 +20,8 @@ from support.rank_models import (
     loss_of,
     model,
     offloaded,
+    output,
     position,
-    said,
     shard,
     sharded,
     step,
@@ -452,7 +452,7 @@ def gone(folder, point, until, options):
     """
     _break_at(point, distributed.get_rank())
     try:
-        error = said(lambda: train(folder, "run", until, False, options))
+        error = output(lambda: train(folder, "run", until, False, options))
     except OSError as met:
         error = str(met)
     return error, there(Path(folder, "run"))
@@ -465,11 +465,11 @@ def _break_at(point, rank):
     """
     all_gather, remove = Exchange.all_gather, Earlier.remove
 
-    def told(self, about, said, **given):
+    def answer(self, about, output, **given):
         if point == "root" and about == "written":
             # Only rank 0 gets here, because the other ranks were killed below. Rank 0 has already written its root.
             _die()
-        answers = all_gather(self, about, said, **given)
+        answers = all_gather(self, about, output, **given)
         if about == "staged" and rank:
             _die()
         return answers
@@ -489,7 +489,7 @@ def _break_at(point, rank):
         # "first root": rank 1 is killed before it writes the first root of its new store. The other ranks may have
         # written the roots of their new stores. "root": all ranks are killed when only rank 0 has written the root of
         # its new store.
-        Exchange.all_gather = told
+        Exchange.all_gather = answer
     elif point in ("none", "half"):
         # All ranks are killed after all ranks have committed. "none": no rank has removed old stores yet. "half": only
         # rank 0 has removed old stores.

@@ -118,7 +118,7 @@ def trained(store, backend=None):
         torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, optimizer, storage=store, device="cuda", max_grad_norm=1.0)
-    told = []
+    answer = []
     with optimizer:
         for seed in range(4):
             rows = torch.randn(8, 96, generator=torch.Generator().manual_seed(seed)).cuda()
@@ -126,8 +126,8 @@ def trained(store, backend=None):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            told.append((loss.item(), float(optimizer.grad_norm)))
-    return told
+            answer.append((loss.item(), float(optimizer.grad_norm)))
+    return answer
 
 
 @pytest.mark.gpu

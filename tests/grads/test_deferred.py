@@ -78,7 +78,7 @@ def require_same(one, other):
     assert same_states(one[0], other[0])
 
 
-def own_code_beside(model):
+def sibling_code(model):
     return [torch.optim.AdamW(model[:2].parameters(), lr=1e-2), torch.optim.RMSprop(model[2:].parameters(), lr=1e-3)]
 
 
@@ -115,7 +115,7 @@ KINDS = {
     "8 bits": {"state": "8bit"},
     "bf16 moments": {"state": "bf16"},
     "by chance": {"state": "bf16", "master_dtype": None, "rounding": "stochastic", "seed": 3},
-    "beside own code": {"optimizer": own_code_beside},
+    "beside own code": {"optimizer": sibling_code},
     "not durable": {"durability": "none"},
 }
 
@@ -456,7 +456,7 @@ def test_step_rejects_unsupported_options_after_early_updates(tmp_path):
 def test_log_and_report_count_discarded_early_updates(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "memascend"):
         report = scaled(tmp_path / "s", "auto", MIXED)[2]
-    said = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
-    assert len(said) == report.anew == 2
-    assert "(in 2 of the 4 steps with such updates so far)" in said[1]
+    output = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
+    assert len(output) == report.anew == 2
+    assert "(in 2 of the 4 steps with such updates so far)" in output[1]
     assert "Updates of 4 steps began before step(); 2 of them were made anew." in str(report)

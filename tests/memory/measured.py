@@ -216,7 +216,7 @@ def main(given):
     optimizer.close()
     phase("close()")
     sampler.end()
-    said = {
+    output = {
         "before": before,
         "made": made,
         "after": after,
@@ -226,7 +226,7 @@ def main(given):
         "plan": {"host": plan.host, "host_peak": plan.host_peak},
         "report": report,
     }
-    print(json.dumps(said))
+    print(json.dumps(output))
 
 
 def others(model, optimizer, batch, phase):

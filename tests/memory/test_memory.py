@@ -162,8 +162,8 @@ def test_lease_context_manager_releases_the_lease(arena):
 
 def test_a_lease_takes_the_smallest_class_and_never_a_larger_one(arena):
     held = [arena.lease(4 * KIB, owner="small") for _ in range(4)]
-    said = r" within .* 4 slots of 4096 bytes .*held by: .small. 4"
-    with pytest.raises(memascend.TimeoutExpired, match=said) as caught:
+    output = r" within .* 4 slots of 4096 bytes .*held by: .small. 4"
+    with pytest.raises(memascend.TimeoutExpired, match=output) as caught:
         arena.lease(100, timeout=0.01)
     assert isinstance(caught.value, TimeoutError)
     held.append(arena.lease(4 * KIB + 1))

@@ -105,14 +105,14 @@ def run(command, cwd, seconds, **environment):
         start_new_session=True,
     )
     try:
-        said = process.communicate(timeout=seconds)[0]
+        output = process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
         raise Late from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return process.returncode, said[-6000:]
+    return process.returncode, output[-6000:]
 
 
 class Pytest:
@@ -134,10 +134,10 @@ class Pytest:
         # Triton reads TRITON_INTERPRET when it is imported.
         interpreted = str(int(any("/interpreted/" in test for test in tests)))
         environment = {"PYTHONPATH": str(self._root / "python"), "TRITON_INTERPRET": interpreted}
-        status, said = run(command, self._root, seconds, **environment)
+        status, output = run(command, self._root, seconds, **environment)
         if status not in {0, FAILED}:
-            raise RuntimeError(f"pytest could not run the tests (exit status {status}):\n{said}")
-        return said if status else None
+            raise RuntimeError(f"pytest could not run the tests (exit status {status}):\n{output}")
+        return output if status else None
 
 
 class Cargo:
@@ -156,9 +156,9 @@ class Cargo:
     def build(self, package, tests):
         """Builds the programs that contain the tests; raises RuntimeError if the code does not compile."""
         programs = {word for test in tests for word in re.findall(r"^--lib|^--test \S+", test)}
-        status, said = self._test(package, [*shlex.split(" ".join(programs)), "--no-run"], SECONDS_WITHOUT)
+        status, output = self._test(package, [*shlex.split(" ".join(programs)), "--no-run"], SECONDS_WITHOUT)
         if status:
-            raise RuntimeError(f"cargo could not build the tests (exit status {status}):\n{said}")
+            raise RuntimeError(f"cargo could not build the tests (exit status {status}):\n{output}")
 
     def failure(self, package, tests, seconds):
         """Returns the output of the first test that fails, or None if all tests pass.
@@ -167,11 +167,11 @@ class Cargo:
         """
         until = time.monotonic() + seconds
         for test in tests:
-            status, said = self._test(package, shlex.split(test), until - time.monotonic())
+            status, output = self._test(package, shlex.split(test), until - time.monotonic())
             if status:
-                return said
-            if not any(map(int, re.findall(r"(\d+) passed", said))):
-                raise RuntimeError(f"no test is called {test}:\n{said}")
+                return output
+            if not any(map(int, re.findall(r"(\d+) passed", output))):
+                raise RuntimeError(f"no test is called {test}:\n{output}")
         return None
 
 
@@ -196,7 +196,7 @@ class Gate:
         keys = {fault: fault.key(ROOT) for fault in asked}
         for fault in asked:
             if keys[fault] in self.results:
-                self._tell(fault, self.results[keys[fault]])
+                self._report(fault, self.results[keys[fault]])
         new = [fault for fault in asked if keys[fault] not in self.results]
         if not new:
             return
@@ -204,20 +204,20 @@ class Gate:
         package = new[0].package
         try:
             runner.build(package, tests)
-            said = runner.failure(package, tests, SECONDS_WITHOUT)
+            output = runner.failure(package, tests, SECONDS_WITHOUT)
         except (Late, RuntimeError) as error:
-            said = str(error) or f"the tests took longer than {SECONDS_WITHOUT} s"
-        if said is not None:
+            output = str(error) or f"the tests took longer than {SECONDS_WITHOUT} s"
+        if output is not None:
             for fault in new:
-                self._tell(fault, f"not run: the tests of {package} fail without a fault")
-            print(said, flush=True)
+                self._report(fault, f"not run: the tests of {package} fail without a fault")
+            print(output, flush=True)
             return
         for fault in new:
             begun = time.monotonic()
-            result, said = self._outcome(tree, runner, fault)
-            self._tell(fault, result, f"{time.monotonic() - begun:.0f} s")
+            result, output = self._outcome(tree, runner, fault)
+            self._report(fault, result, f"{time.monotonic() - begun:.0f} s")
             if result == "not run":
-                print(said, flush=True)
+                print(output, flush=True)
             else:
                 self._keep(keys[fault], result)
 
@@ -230,7 +230,7 @@ class Gate:
             try:
                 with tree.having(fault):
                     runner.build(fault.package, fault.tests)
-                    said = runner.failure(fault.package, fault.tests, self._seconds)
+                    output = runner.failure(fault.package, fault.tests, self._seconds)
             except Late:
                 # The tests took too long. If they end in time without the fault, the fault caused the delay.
                 runner.build(fault.package, fault.tests)
@@ -240,14 +240,14 @@ class Gate:
             return "not run", f"the tests take more than {self._seconds} s even without the fault: raise --seconds"
         except RuntimeError as error:
             return "not run", str(error)
-        return ("survives" if said is None else "caught"), said
+        return ("survives" if output is None else "caught"), output
 
     def _keep(self, key, result):
         with self._lock:
             self.results[key] = result
             self._file.write_text(json.dumps(self.results, indent=1, sort_keys=True))
 
-    def _tell(self, fault, result, took="kept"):
+    def _report(self, fault, result, took="kept"):
         if result != "caught":
             self.worst.append((fault, result))
         print(f"{result if result == 'caught' else result.upper()}  {fault}  ({took})", flush=True)

@@ -197,7 +197,7 @@ def test_denied_io_uring_falls_back_to_the_threads_backend(path, child, number, 
 
 
 def test_open_without_free_descriptors_fails_and_open_volumes_work(path, child):
-    said = child(
+    output = child(
         """
         import os, resource, sys
         from memascend import MemascendError, nvme
@@ -215,8 +215,8 @@ def test_open_without_free_descriptors_fails_and_open_volumes_work(path, child):
         """,
         path,
     )
-    assert "too many open files" in said
-    assert said.endswith("True True")
+    assert "too many open files" in output
+    assert output.endswith("True True")
 
 
 SIZE = 1 << 16

@@ -313,8 +313,8 @@ def require_equal(plain, theirs, model, ours):
 def test_user_optimizer_state_streams_and_is_logged_at_durability_none(tmp_path, caplog, durability):
     with caplog.at_level(logging.INFO, "memascend"):
         plain, theirs, model, ours = made(tmp_path, Watched, durability=durability)
-    said = f"{2 * LAYERS} parameters of Watched are never kept in RAM" in caplog.text
-    assert said == (durability == "none")
+    output = f"{2 * LAYERS} parameters of Watched are never kept in RAM" in caplog.text
+    assert output == (durability == "none")
     with ours:
         stepped(plain, theirs, model, ours, range(3))
         require_equal(plain, theirs, model, ours)

@@ -130,9 +130,9 @@ def test_options_accept_valid_combinations(good):
 def test_options_error_names_the_option_and_valid_values(wrong, says):
     with pytest.raises(ConfigError) as refused:
         Options(**wrong)
-    said = str(refused.value)
-    assert says in said
-    assert any(name in said for name in wrong)
+    output = str(refused.value)
+    assert says in output
+    assert any(name in output for name in wrong)
 
 
 def test_offload_has_an_argument_for_each_option_and_no_other():

@@ -98,8 +98,8 @@ def test_readme_loop_trains_and_its_second_run_takes_no_step(loaded, tmp_path):
         assert theirs in snippet
         snippet = snippet.replace(theirs, ours)
     for steps in ("0 1 2", ""):
-        said = loaded(snippet.replace("    tokens =", "    print('step', step)\n    tokens ="))
-        assert re.findall(r"step (\d)", said) == steps.split()
+        printed = loaded(snippet.replace("    tokens =", "    print('step', step)\n    tokens ="))
+        assert re.findall(r"step (\d)", printed) == steps.split()
 
 
 def lines(path):
@@ -163,8 +163,8 @@ def test_example_runs_with_the_commands_of_its_docstring(example, tmp_path):
     """
     if example == "lora.py":
         pytest.importorskip("peft")
-    said = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
-    lines = re.findall(r"^ +(python|torchrun) (.*\bexamples/.*)", said, re.MULTILINE)
+    printed = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()))
+    lines = re.findall(r"^ +(python|torchrun) (.*\bexamples/.*)", printed, re.MULTILINE)
     assert lines
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for program, line in lines:
@@ -174,9 +174,9 @@ def test_example_runs_with_the_commands_of_its_docstring(example, tmp_path):
         done = subprocess.run([sys.executable, "-W", "default", *words], cwd=tmp_path, check=False, timeout=900,
                               capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stderr
-        told = [line for line in done.stderr.splitlines() if "Warning: " in line]
+        answer = [line for line in done.stderr.splitlines() if "Warning: " in line]
         # Warnings from other packages are allowed.
-        assert all("/site-packages/" in line for line in told), done.stderr
+        assert all("/site-packages/" in line for line in answer), done.stderr
 
 
 CALLERS = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "SECURITY.md", ".ci/run", ".github/workflows/release.yml"]

@@ -175,11 +175,11 @@ def test_wheel_commands_doctor_and_demo_run_in_a_bare_environment(bare, tmp_path
 
 
 def test_make_wheel_installs_only_maturin_and_ziglang():
-    said = run("make", "-n", "-B", "wheel", cwd=ROOT, timeout=60)
-    assert ".venv-wheel/bin/maturin build --zig" in said
-    assert "uv pip" not in said
-    assert ".venv/" not in said.replace(".venv-wheel/", "")
-    chosen = next(line for line in said.splitlines() if line.startswith("awk "))
+    printed = run("make", "-n", "-B", "wheel", cwd=ROOT, timeout=60)
+    assert ".venv-wheel/bin/maturin build --zig" in printed
+    assert "uv pip" not in printed
+    assert ".venv/" not in printed.replace(".venv-wheel/", "")
+    chosen = next(line for line in printed.splitlines() if line.startswith("awk "))
     tools = run("bash", "-c", chosen.partition(" > ")[0], cwd=ROOT)
     pinned = [line.split()[0] for line in tools.splitlines() if not line.startswith(" ")]
     assert [name.partition("==")[0] for name in pinned] == ["maturin", "ziglang"]

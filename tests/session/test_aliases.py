@@ -161,7 +161,7 @@ def of_files(folder, model, read):
         model.load_state_dict(torch.load(folder / "weights/of", mmap=True), assign=True)
 
 
-def gone_back(model):
+def reverted(model):
     loss = loss_of(model)
     loss.backward()
     model.zero_grad()
@@ -170,7 +170,7 @@ def gone_back(model):
 
 HARMLESS = {
     "average": torch.optim.swa_utils.AveragedModel,
-    "a loss that went back": gone_back,
+    "a loss that went back": reverted,
     "pickled": lambda model: (
         model.load_state_dict(pickle.loads(pickle.dumps(model.state_dict())), assign=True) and None
     ),

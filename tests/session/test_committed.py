@@ -374,7 +374,7 @@ def interrupted(run, line, functions=None):
     return next(lines) > line
 
 
-def goes_on(tmp_path, way, gradients, lines, functions=None):
+def continues(tmp_path, way, gradients, lines, functions=None):
     """Interrupts one backward at each of `lines`, and requires that the next step has the bits of training in memory.
 
     Drops the gradients between the interrupt and the next step. `way` names the way to drop the gradients. Returns the
@@ -407,10 +407,10 @@ def goes_on(tmp_path, way, gradients, lines, functions=None):
     ("first", "way", "gradients"), [(1, "optimizer", "ram"), (33, "model", "ssd"), (65, "each", "fused")]
 )
 def test_step_after_an_interrupted_backward_equals_torch(tmp_path, first, way, gradients):
-    assert goes_on(tmp_path, way, gradients, itertools.count(first, STRIDE)) > 1
+    assert continues(tmp_path, way, gradients, itertools.count(first, STRIDE)) > 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_step_after_an_interrupted_materialization_equals_torch(tmp_path):
     materializing = {"count", "_bring", "materialize", "offload", "_make_placeholders"}
-    assert goes_on(tmp_path, "each", "fused", itertools.count(1), materializing) > 50
+    assert continues(tmp_path, "each", "fused", itertools.count(1), materializing) > 50

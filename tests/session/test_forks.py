@@ -131,8 +131,8 @@ def test_forked_child_exits_without_output_or_commit(tmp_path, loaded):
         optimizer.close()
         print("steps", optimizer.steps)
     """
-    said = loaded(program, tmp_path / "run.store")
-    assert said.splitlines() == ["steps 2"]
+    printed = loaded(program, tmp_path / "run.store")
+    assert printed.splitlines() == ["steps 2"]
 
 
 # --- a child's writes to memory of weights -------------------------------------------------------------
@@ -174,18 +174,18 @@ def test_forked_child_reads_a_state_dict_that_its_parent_has_dropped(tmp_path):
     state = model.state_dict()
     before = values(model)
     context = multiprocessing.get_context("fork")
-    gone, said = context.Event(), context.SimpleQueue()
+    gone, printed = context.Event(), context.SimpleQueue()
 
     def read():
         gone.wait()
-        said.put(same_states(state, before))
+        printed.put(same_states(state, before))
 
     child = context.Process(target=read)
     child.start()
     state.clear()
     step(model, optimizer)
     gone.set()
-    assert said.get()
+    assert printed.get()
     child.join()
     assert child.exitcode == 0
     optimizer.close()

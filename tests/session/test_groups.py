@@ -63,19 +63,19 @@ def test_step_rejects_parameter_groups_changed_after_offload(tmp_path, change, g
 
 
 def test_step_hooks_of_both_optimizers_run_once_per_step(tmp_path):
-    model, heard = chain(4, bias=True), []
+    model, received = chain(4, bias=True), []
     original = torch.optim.AdamW(model.parameters())
-    original.register_step_pre_hook(lambda *_: heard.append("before"))
-    original.register_step_post_hook(lambda *_: heard.append("after"))
+    original.register_step_pre_hook(lambda *_: received.append("before"))
+    original.register_step_post_hook(lambda *_: received.append("after"))
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s")
-    assert not heard
+    assert not received
     with optimizer:
-        optimizer.register_step_post_hook(lambda *_: heard.append("ours"))
-        later = original.register_step_pre_hook(lambda *_: heard.append("later"))
+        optimizer.register_step_post_hook(lambda *_: received.append("ours"))
+        later = original.register_step_pre_hook(lambda *_: received.append("later"))
         step(model, optimizer)
         later.remove()
         step(model, optimizer)
-    assert heard == ["before", "later", "after", "ours", "before", "after", "ours"]
+    assert received == ["before", "later", "after", "ours", "before", "after", "ours"]
 
 
 def test_offload_rejects_an_optimizer_object_whose_step_was_replaced(tmp_path):

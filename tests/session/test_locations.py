@@ -202,9 +202,9 @@ def test_deleted_moved_or_replaced_store_file_warns_once_and_fails_close(tmp_pat
     os.chdir("/")
     step(model, optimizer)
     what = happen(tmp_path / "run")
-    with pytest.warns(UserWarning, match=what) as told:
+    with pytest.warns(UserWarning, match=what) as answer:
         train(model, optimizer, range(2))
-    assert len(told) == 1
+    assert len(answer) == 1
     optimizer.save(tmp_path / "saved")
     trained = values(model)
     with pytest.raises(StorageError, match=what) as error:

@@ -28,12 +28,12 @@ def begun(store, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, bias=True, **o
 class Interrupting(run.Progress):
     """A `Progress` that sends Ctrl-C to the process in each of the first `times` calls of `reached`."""
 
-    times, heard = 0, []
+    times, received = 0, []
 
     def reached(self, done, nbytes):
         super().reached(done, nbytes)
-        self.heard.append((done, nbytes, self._total))
-        if len(self.heard) <= self.times:
+        self.received.append((done, nbytes, self._total))
+        if len(self.received) <= self.times:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -108,7 +108,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
         train(model, optimizer, [4])
         left = shutil.copy(tmp_path / "store", tmp_path / "left")
     with monkeypatch.context() as patched:
-        patched.setattr(open_store, "Progress", type("Once", (Interrupting,), {"times": 1, "heard": []}))
+        patched.setattr(open_store, "Progress", type("Once", (Interrupting,), {"times": 1, "received": []}))
         with pytest.raises(KeyboardInterrupt):
             begun(left, existing="previous")
     model, optimizer = begun(left)
@@ -118,7 +118,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
     expected = everything(model, optimizer)
     # If close() is interrupted, steps of the run stay in the log.
     with monkeypatch.context() as patched:
-        patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "heard": []}))
+        patched.setattr(run, "Progress", type("Always", (Interrupting,), {"times": 99, "received": []}))
         with pytest.raises(KeyboardInterrupt):
             optimizer.close()
     optimizer.close()
@@ -166,7 +166,7 @@ def stepped(store):
 
 @pytest.fixture
 def progress(monkeypatch):
-    kind = type("Own", (Interrupting,), {"heard": []})
+    kind = type("Own", (Interrupting,), {"received": []})
     monkeypatch.setattr(run, "Progress", kind)
     return kind
 
@@ -174,7 +174,7 @@ def progress(monkeypatch):
 def test_close_says_how_far_it_is(tmp_path, progress):
     _, optimizer = stepped(tmp_path / "store")
     optimizer.close()
-    done, totals, known = zip(*progress.heard, strict=True)
+    done, totals, known = zip(*progress.received, strict=True)
     assert list(done) == sorted(done)
     assert set(totals) == set(known)
     assert 0 < done[0] < done[-1] <= totals[0]
@@ -187,7 +187,7 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
         optimizer.close()
     assert "another Ctrl-C drops them" in caplog.text
     # After the interrupt, close() continued. It did not start again.
-    done = [one[0] for one in progress.heard]
+    done = [one[0] for one in progress.received]
     assert done[1] >= done[0]
     optimizer.close()
     model, optimizer = undurable(tmp_path / "store", existing="resume")
@@ -201,7 +201,7 @@ def test_two_interrupts_of_close_leave_a_store_that_is_refused_by_name(tmp_path,
     _, optimizer = stepped(tmp_path / "store")
     with pytest.raises(KeyboardInterrupt):
         optimizer.close()
-    assert len(progress.heard) == 2
+    assert len(progress.received) == 2
     optimizer.close()
     with pytest.raises(StorageError, match="not closed"):
         undurable(tmp_path / "store", existing="resume")

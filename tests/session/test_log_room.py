@@ -53,8 +53,8 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypa
         steps, report = optimizer.plan.log_steps, optimizer.report()
         assert steps in ([0] if is_none else [6, 7, 8]), "the log takes at most half of the free space"
         assert optimizer.plan.log_bytes <= half
-        is_told = "no steps" if is_none else f"only {steps} steps"
-        assert f"no disk space for a gradient log of 16 steps: the log holds {is_told}" in caplog.text
+        is_notified = "no steps" if is_none else f"only {steps} steps"
+        assert f"no disk space for a gradient log of 16 steps: the log holds {is_notified}" in caplog.text
         assert ("no disk space for a gradient log" if is_none else "no disk space for 16") in str(optimizer.plan)
         shown = "written whole each step" if is_none else f"gradient log of {steps} steps (no disk space for 16)"
         assert shown in str(report)

@@ -43,10 +43,10 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
     with optimizer:
         before, own = values(model), list(model.parameters())
         expected = pytest.warns(UserWarning, match="1.weight was changed .* modify=True")
-        with expected as said, memascend.materialized(model), torch.no_grad():
+        with expected as printed, memascend.materialized(model), torch.no_grad():
             WRITES[write](model)
             kept = model[1].weight.detach().flatten()
-        assert said[0].filename == __file__
+        assert printed[0].filename == __file__
         assert same_states(values(model), before)
         with pytest.raises(KeyError), torch.no_grad():
             inside(model, lambda model: [WRITES[write](model), {}["an error"]])

@@ -119,11 +119,11 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, when):
-    heard, model = [], blocks()
+    received, model = [], blocks()
     weight = model[1][0].weight
 
     def hook():
-        return weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter is weight))
+        return weight.register_post_accumulate_grad_hook(lambda parameter: received.append(parameter is weight))
 
     handle = hook() if when == "before" else None
     model, optimizer = offloaded(tmp_path, model, host_memory="64MiB")
@@ -132,7 +132,7 @@ def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, 
         chains.step(model, optimizer)
         handle.remove()
         chains.step(model, optimizer)
-        assert heard == [True]
+        assert received == [True]
     assert not weight._post_accumulate_grad_hooks
 
 

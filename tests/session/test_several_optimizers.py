@@ -133,9 +133,9 @@ def test_the_returned_optimizer_has_all_groups_and_the_originals_none_of_the_ste
     members = optimizer.members
     with optimizer:
         assert [id(group) for group in optimizer.param_groups] == [id(one.param_groups[0]) for one in members]
-        heard = []
-        members[1].register_step_post_hook(lambda *_: heard.append("member"))
-        optimizer.register_step_post_hook(lambda *_: heard.append("all"))
+        received = []
+        members[1].register_step_post_hook(lambda *_: received.append("member"))
+        optimizer.register_step_post_hook(lambda *_: received.append("all"))
 
         def closure():
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_the_returned_optimizer_has_all_groups_and_the_originals_none_of_the_ste
             return loss
 
         assert optimizer.step(closure) > 0
-        assert heard == ["member", "all"]
+        assert received == ["member", "all"]
         for member in members:
             with pytest.raises(UsageError, match=r"call step\(\) of the returned optimizer"):
                 member.step()

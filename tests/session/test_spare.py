@@ -166,10 +166,10 @@ def test_runs_look_one_after_the_other():
 def test_ranks_take_what_all_of_them_have(monkeypatch):
     """Two ranks are on this host. A third rank is on another host with less memory."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    said = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
+    printed = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
 
     def all_values(mine):
-        others = next(said)
+        others = next(printed)
         return [mine, 7 << 20, mine + 1] if others is None else others
 
     exchange = SimpleNamespace(rank=0, all_values=all_values)

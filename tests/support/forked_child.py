@@ -23,23 +23,23 @@ def in_child(function, fork=os.fork):
         # The parent sends SIGUSR1 to a child that hangs. The child then prints the stacks of its threads.
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
         try:
-            said = str(function())
+            output = str(function())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
+            output = f"{type(error).__name__}: {error}"
+        os.write(writing, output.encode())
         os._exit(0)
     os.close(writing)
-    said = b""
+    output = b""
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], ENDS_WITHIN)[0]:
             piece = pipe.read(1 << 16)
             if not piece:
                 break
-            said += piece
+            output += piece
         else:
             os.kill(child, signal.SIGUSR1)
             time.sleep(1)
             os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0, f"the child ended with {status} after {said.decode()!r}"
-    return said.decode()
+    assert status == 0, f"the child ended with {status} after {output.decode()!r}"
+    return output.decode()

@@ -106,9 +106,9 @@ class Loaded:
         while not line.endswith(b"\n"):
             if not select.select([self._process.stdout], [], [], max(0, until - time.monotonic()))[0]:
                 raise TimeoutError
-            said = os.read(self._process.stdout.fileno(), 1)
-            assert said, "the interpreter that runs the programs ended"
-            line += said
+            output = os.read(self._process.stdout.fileno(), 1)
+            assert output, "the interpreter that runs the programs ended"
+            line += output
         return int(line)
 
     def close(self):

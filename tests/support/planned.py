@@ -21,7 +21,7 @@ def config(tmp_path):
     return path
 
 
-def told(capsys, *words, status=0):
+def answer(capsys, *words, status=0):
     """Runs `memascend plan --json`; returns the parsed output."""
     assert main(["plan", *map(str, words), "--json"]) == status
     return json.loads(capsys.readouterr().out)

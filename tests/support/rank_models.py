@@ -93,7 +93,7 @@ def divide_gradients(trained, by=1.0):
             module.set_gradient_divide_factor(by)
 
 
-def said(call):
+def output(call):
     """Returns the class and the text of the MemascendError that `call` raises.
 
     Returns "" if `call` raises no such error.

@@ -116,9 +116,9 @@ def life(folder, name, options):
     if (options["save"] or "").startswith("hidden"):
         make_hidden(f"{folder}/{name}")
     distributed.barrier()
-    told = {"opened": None, "committed": None, "error": None, "ranks": [], "digests": {}, "values": [], "said": []}
+    answer = {"opened": None, "committed": None, "error": None, "ranks": [], "digests": {}, "values": [], "said": []}
     handler = logging.Handler()
-    handler.emit = lambda record: told["said"].append(record.getMessage())
+    handler.emit = lambda record: answer["said"].append(record.getMessage())
     logging.getLogger("memascend").addHandler(handler)
     mesh = _mesh(options)
     began = first = time.monotonic()
@@ -126,9 +126,9 @@ def life(folder, name, options):
     try:
         given = {key: options[key] for key in ("existing", "timeout", "dtype")}
         trained, optimizer = offloaded(f"{folder}/{name}", of=options["kind"], mesh=mesh, **given, **options["given"])
-        told["state"] = optimizer.user_state
-        told["opened"] = told["committed"] = optimizer.steps
-        told["digests"][optimizer.steps] = _digest(trained, optimizer)
+        answer["state"] = optimizer.user_state
+        answer["opened"] = answer["committed"] = optimizer.steps
+        answer["digests"][optimizer.steps] = _digest(trained, optimizer)
         while optimizer.steps < options["steps"]:
             step, micros = optimizer.steps + 1, options["micro"] or count
             began = time.monotonic()
@@ -142,24 +142,24 @@ def life(folder, name, options):
             optimizer.user_state = {"step": step, "rank": rank}
             optimizer.step()
             optimizer.zero_grad()
-            told["committed"] = step
-            told["digests"][step] = _digest(trained, optimizer)
+            answer["committed"] = step
+            answer["digests"][step] = _digest(trained, optimizer)
         if mesh is not None:
-            told["values"] = whole(trained)
-            told["norm"] = optimizer.grad_norm
+            answer["values"] = whole(trained)
+            answer["norm"] = optimizer.grad_norm
         if options["save"] is not None:
             optimizer.save(f"{folder}/{name}/{options['save']}")
         _fault(options, options["at"], "close")
         optimizer.close()
     except (MemascendError, OSError, ValueError) as error:
         Path(folder, f"failed-{rank}").touch()
-        told |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
+        answer |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
     # After an error: the seconds since the last step began, or since the call of `offload()` if no step began. Without
     # an error: the seconds since this training began.
-    told["seconds"] = time.monotonic() - (began if told["error"] else first)
-    return told
+    answer["seconds"] = time.monotonic() - (began if answer["error"] else first)
+    return answer
 
 
 def _mesh(options):

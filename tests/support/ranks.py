@@ -58,11 +58,11 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
         # Kills the process that runs the ranks, and the ranks, even if the test failed.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.killpg(int((place / "group").read_text()), signal.SIGKILL)
-    told = "\n".join([words, *(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in place.glob("words-*"))])
+    answer = "\n".join([words, *(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in place.glob("words-*"))])
     found = place / "ends"
-    assert found.exists(), f"the ranks did not end within {seconds} s\n{told}"
+    assert found.exists(), f"the ranks did not end within {seconds} s\n{answer}"
     status = pickle.loads(found.read_bytes())
-    assert set(status) <= set(ends), f"{status}\n{told}"
+    assert set(status) <= set(ends), f"{status}\n{answer}"
     return [_result(place / f"result-{rank}") for rank in range(count)]
 
 

@@ -298,7 +298,7 @@ def close_with_pending_reads():
         check, inward = training.check, training.streams["in"]
         del training, arena
         stack.pop_all()
-        return _used_anew(check, pieces, side, inward)
+        return _reused(check, pieces, side, inward)
 
 
 def added(by):
@@ -339,10 +339,10 @@ def added(by):
     pieces = [piece.nbytes for piece in arena._pieces]
     inward = device._inward
     del arena, tensors, tensor, leased, used, device
-    return _used_anew(check, pieces, side, inward)
+    return _reused(check, pieces, side, inward)
 
 
-def _used_anew(check, pieces, side, inward):
+def _reused(check, pieces, side, inward):
     """Reuses released memory that the held stream `side` still has to read; returns the result of `Check.compare`."""
     gc.collect()
     # Waits until all copies into the released memory have ended.

@@ -159,9 +159,9 @@ def test_offload_uses_the_device_that_cuda_visible_devices_selects(simulated):
 
 
 def test_offload_without_a_visible_device_suggests_the_cpu(simulated):
-    said = simulated("habits.refused_device", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert "there is no CUDA device" in said
-    assert "device='cpu'" in said
+    output = simulated("habits.refused_device", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "there is no CUDA device" in output
+    assert "device='cpu'" in output
 
 
 def test_training_under_autocast_has_no_faults(simulated):

@@ -90,9 +90,9 @@ ENDS = {
 def test_process_exit_keeps_the_status_the_error_and_the_last_commit(tmp_path, loaded, end):
     how, program, raised = ENDS[end]
     status = raised if isinstance(raised, int) else 1
-    said = loaded(BEGIN + program, tmp_path / "run.store", how, status=status, whole=True)
-    assert said.count("Traceback") == (status == 1), said
-    assert raised in said.splitlines()[-1] if status == 1 else said == ""
+    output = loaded(BEGIN + program, tmp_path / "run.store", how, status=status, whole=True)
+    assert output.count("Traceback") == (status == 1), output
+    assert raised in output.splitlines()[-1] if status == 1 else output == ""
     with Store.open(tmp_path / "run.store") as store:
         assert store.step == 1
 
@@ -151,9 +151,9 @@ left.set()
 
 def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
     """If a second Ctrl-C ends accumulate() during a backward, the threads of accumulate() end before Python ends."""
-    said = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "", whole=True)
-    assert "left: True" in said
-    assert "alive: False" in said
+    output = loaded(SHOW + BEGIN + LEFT, tmp_path / "run.store", "", whole=True)
+    assert "left: True" in output
+    assert "alive: False" in output
 
 
 def test_interrupted_recomputation_restores_the_saved_tensor_hooks(tmp_path):

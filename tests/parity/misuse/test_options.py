@@ -104,9 +104,9 @@ def test_multi_device_wrappers_are_rejected_and_fully_shard_is_named(tmp_path, u
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         wrapped = wrap(Stack())
-        said = refused(tmp_path, unchanged, wrapped, adamw(wrapped))
-        assert kind in said
-        assert "fully_shard" in said
+        output = refused(tmp_path, unchanged, wrapped, adamw(wrapped))
+        assert kind in output
+        assert "fully_shard" in output
         training = offloaded()
         with pytest.raises(UsageError, match=f"^{kind} .*fully_shard"):
             wrap(training.model)
@@ -152,7 +152,7 @@ def test_resume_error_names_how_the_store_and_the_model_differ(offloaded, tmp_pa
     offloaded(steps=1).optimizer.close()
     there = Stack()
 
-    def said(model, kind=adamw):
+    def output(model, kind=adamw):
         optimizer = kind(model)
         check = unchanged(model, optimizer, tmp_path / "run.store")
         with pytest.raises(ConfigError, match=r"run\.store does not fit: .*; nothing was changed") as error:
@@ -163,16 +163,16 @@ def test_resume_error_names_how_the_store_and_the_model_differ(offloaded, tmp_pa
     model = Stack(depth=5)
     names = [name for name, _ in model.named_parameters()]
     new = [name for name in names if name not in dict(there.named_parameters())]
-    words = said(model)
+    words = output(model)
     assert f'it is missing {len(new)} records: "{new[0]}", "{new[1]}", "{new[2]}" and {len(new) - 3} more' in words
     assert names[0] not in words
-    assert re.search(r'it has \d+ records: "blocks\.2\..*" and \d+ more, which the model', said(Stack(depth=2)))
+    assert re.search(r'it has \d+ records: "blocks\.2\..*" and \d+ more, which the model', output(Stack(depth=2)))
     model = Stack()
     model.head = nn.Linear(model.head.in_features, 2 * model.head.out_features)
-    assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, but this run needs', said(model))
-    words = said(Stack().bfloat16())
+    assert re.search(r'the shape of "head.weight" is \[\d+, \d+\] in the store, but this run needs', output(model))
+    words = output(Stack().bfloat16())
     assert 'the dtype of "' in words
     assert "more records differ" in words
     assert len(words) < 1000
-    assert "AdamW" in said(Stack(), lambda model: torch.optim.SGD(model.parameters()))
+    assert "AdamW" in output(Stack(), lambda model: torch.optim.SGD(model.parameters()))
     assert offloaded(existing="resume").optimizer.steps == 1

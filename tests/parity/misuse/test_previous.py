@@ -166,9 +166,9 @@ def verified(path, capsys):
     status = main(["store", "verify", "--json", str(path)])
     assert main(["store", "verify", str(path)]) == status
     assert path.read_bytes() == before
-    said = capsys.readouterr()
-    found, text = said.out.split("\n", 1)
-    return status, text, said.err, json.loads(found)
+    output = capsys.readouterr()
+    found, text = output.out.split("\n", 1)
+    return status, text, output.err, json.loads(found)
 
 
 def test_verify_and_info_report_both_commits(offloaded, tmp_path, capsys):
@@ -190,10 +190,10 @@ def test_verify_and_info_report_both_commits(offloaded, tmp_path, capsys):
     assert [(commit["step"], commit["whole"]) for commit in found["commits"]] == [(None, False), (2, True)]
     before = path.read_bytes()
     assert main(["store", "info", str(path)]) == 1
-    said = capsys.readouterr()
-    assert "the root is damaged" in said.err
-    assert "cannot be opened as it is" in said.out
-    assert "step 2 of AdamW" in said.out
+    output = capsys.readouterr()
+    assert "the root is damaged" in output.err
+    assert "cannot be opened as it is" in output.out
+    assert "step 2 of AdamW" in output.out
     assert main(["store", "info", "--json", str(path)]) == 1
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert path.read_bytes() == before

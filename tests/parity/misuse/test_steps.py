@@ -207,12 +207,12 @@ def test_stored_options_warning_shows_code_that_sets_the_option(offloaded, tmp_p
     model = Stack()
     with pytest.warns(UserWarning, match="stored options") as warned:
         again = offloaded(model, adamw(model, lr=0.5), existing="resume")
-    said = str(warned[0].message)
-    line = re.search(r"set them after offload\(\): (optimizer\S+ = \S+);", said)[1]
+    output = str(warned[0].message)
+    line = re.search(r"set them after offload\(\): (optimizer\S+ = \S+);", output)[1]
     optimizer = again.optimizer
     assert line == "optimizer.param_groups[0]['lr'] = 0.5"
     exec(line, {"optimizer": optimizer})  # noqa: S102 - the library's own text
-    assert "base_lrs" in said
+    assert "base_lrs" in output
     again.step(1)
     optimizer.close()
     assert memascend.engine.Store.open(tmp_path / "run.store").hyperparameters["groups"][0]["lr"] == 0.5

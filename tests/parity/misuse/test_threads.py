@@ -114,12 +114,12 @@ def test_forward_that_begins_within_a_commit_waits_for_the_commit(offloaded, mon
     training, others = offloaded(steps=1), []
     commit = memascend.engine.Engine.commit
 
-    def computes_beside(*args, **options):
+    def computes_in_parallel(*args, **options):
         others.append(in_other_thread(training.loss))
         time.sleep(0.3)
         return commit(*args, **options)
 
-    monkeypatch.setattr(memascend.engine.Engine, "commit", computes_beside)
+    monkeypatch.setattr(memascend.engine.Engine, "commit", computes_in_parallel)
     training.step(1)
     assert torch.equal(others[0](), training.loss())
 

@@ -69,12 +69,12 @@ def test_swap_tensors_with_an_offloaded_parameter_is_rejected(training, weight, 
 
 def test_reads_that_bypass_torch_function_raise(training, weight):
     """A call that torch does not dispatch to the parameter's class raises an error, instead of returning NaN."""
-    said = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
-    with pytest.raises(RuntimeError, match=said):
+    output = re.escape(f"a parameter of {list(weight.shape)} float32 are on storage")
+    with pytest.raises(RuntimeError, match=output):
         torch.utils.dlpack.to_dlpack(weight)
     with torch._C.DisableTorchFunctionSubclass():
         for read in (weight.norm, weight.tolist, lambda: weight + 1):
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=output):
                 read()
     training.step(1)
 
@@ -144,8 +144,8 @@ def test_update_rejects_values_written_through_a_raw_address(offloaded):
     def written(module, _):
         ctypes.c_float.from_address(module.weight.data_ptr()).value = 9.0
 
-    said = r"blocks\.1\.up\.weight.* code may have changed them .*zero_grad\(\).*modify=True"
-    with training.model.blocks[1].up.register_forward_pre_hook(written), pytest.raises(UsageError, match=said):
+    output = r"blocks\.1\.up\.weight.* code may have changed them .*zero_grad\(\).*modify=True"
+    with training.model.blocks[1].up.register_forward_pre_hook(written), pytest.raises(UsageError, match=output):
         training.step(1)
     training.optimizer.zero_grad()
     assert torch.equal(training.loss(1), expected)
@@ -167,8 +167,8 @@ def test_data_assignment_within_a_forward_is_rejected(training):
         module.weight.data = module.weight.data * 2
 
     expected = training.loss(1).detach()
-    said = r"blocks\.1\.up\.weight.*given other memory through \.data"
-    with training.model.blocks[1].up.register_forward_pre_hook(replaces), pytest.raises(UsageError, match=said):
+    output = r"blocks\.1\.up\.weight.*given other memory through \.data"
+    with training.model.blocks[1].up.register_forward_pre_hook(replaces), pytest.raises(UsageError, match=output):
         training.loss(1)
     assert torch.equal(training.loss(1), expected)
     training.step(1)

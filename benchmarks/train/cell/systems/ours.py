@@ -196,7 +196,7 @@ def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     "in_turn_since" has the reasons for which `accumulate()` computed micro-batches one after the other.
     """
     plan = optimizer.plan
-    said = {
+    output = {
         "in_turn_since": sorted(optimizer._session.accumulation._logged),  # noqa: SLF001 - users read it in the log
         "report": optimizer.report().to_dict(),
         "plan": {
@@ -207,4 +207,4 @@ def ended(optimizer: OffloadedOptimizer) -> dict[str, Any]:
         },
     }
     optimizer.close()
-    return said
+    return output

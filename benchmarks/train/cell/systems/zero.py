@@ -32,17 +32,17 @@ def begin(work: Workload, settings: dict[str, Any], storage: Path) -> Zero:
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    told = config(work, settings, storage)
+    answer = config(work, settings, storage)
     if settings.get("lean") and settings["stage"] == 3:
         import torch
         import transformers
 
-        with deepspeed.zero.Init(config_dict_or_path=told, dtype=getattr(torch, work.dtype)):
+        with deepspeed.zero.Init(config_dict_or_path=answer, dtype=getattr(torch, work.dtype)):
             model = prepared(work, transformers.Qwen2ForCausalLM(configuration(work)))
     else:
         model = made(work)
     adam = DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, adamw_mode=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=told)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=answer)
     return Zero(engine)
 
 

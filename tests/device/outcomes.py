@@ -27,7 +27,7 @@ def skipping():
         raise
 
 
-class Told:
+class Outcomes:
     """The plugin. `done` has the logged outcomes. `begun` counts the starts of each test that has no outcome."""
 
     def __init__(self, path):
@@ -68,11 +68,14 @@ class Told:
             return
         reports = self.parts.values()
         worst = next((one for one in reports if one.failed), next((one for one in reports if one.skipped), report))
-        said = "" if worst.passed else str(worst.longrepr)
+        output = "" if worst.passed else str(worst.longrepr)
         if worst.skipped and isinstance(worst.longrepr, tuple):
-            said = worst.longrepr[2]
+            output = worst.longrepr[2]
         self.write(
-            end=report.nodeid, outcome=worst.outcome, seconds=sum(one.duration for one in reports), said=said[-2000:]
+            end=report.nodeid,
+            outcome=worst.outcome,
+            seconds=sum(one.duration for one in reports),
+            output=output[-2000:],
         )
 
         if any(one.failed and any(of in str(one.longrepr) for of in LOST) for one in reports):
@@ -84,6 +87,6 @@ class Told:
 
 
 def pytest_configure(config):
-    path = os.environ.get("MEMASCEND_TOLD")
+    path = os.environ.get("MEMASCEND_OUTCOMES")
     if path:
-        config.pluginmanager.register(Told(Path(path)), "told")
+        config.pluginmanager.register(Outcomes(Path(path)), "outcomes")
