@@ -118,7 +118,7 @@ def logits(model: Any) -> torch.Tensor:
 class Part:
     """The parts of the benchmark. Each part is a method: `created`, `resumed` or `continued`.
 
-    Each part runs in a separate process, which calls `say` to report values to the parent process.
+    Each part runs in a separate process, which calls `show` to report values to the parent process.
     """
 
     def __init__(self, made: Qwen2Config, folder: Path, show: Callable[[str, Any], None]) -> None:

@@ -158,7 +158,7 @@ def _end(cell: subprocess.Popen[str]) -> None:
 
 
 def _last_words(printed: str, status: int) -> str:
-    """Returns the last line of `said` that names an error, otherwise the last line, otherwise the exit status.
+    """Returns the last line of `printed` that names an error, otherwise the last line, otherwise the exit status.
 
     Peers may print more lines after the line that names the error.
     """

@@ -232,7 +232,9 @@ def test_trainer_by_layer_equals_the_plain_trainer_or_logs_why_not(tmp_path, rec
     found = trained(tmp_path, name, layers=True)
     why = CASES[name][2]
     assert found[3] == (why is None)
-    assert (messages(received) == []) if why is None else (len(messages(received)) == 1 and why in messages(received)[0])
+    assert (
+        (messages(received) == []) if why is None else (len(messages(received)) == 1 and why in messages(received)[0])
+    )
     if name in COMPARED:
         plain = trained(tmp_path, name, layers=False)
         require_same(found, plain)

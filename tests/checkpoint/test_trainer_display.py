@@ -99,7 +99,9 @@ def test_progress_bar_shows_the_figures_as_its_postfix(tmp_path, capsys):
     bar = Bar()
     started(tmp_path, bar, end=3)
     assert len(bar.messages) == 3
-    assert all(re.fullmatch(r"[\d,]+ tokens/s, drive [\d.]+ GB/s, waited for it .*", words) for words, _ in bar.messages)
+    assert all(
+        re.fullmatch(r"[\d,]+ tokens/s, drive [\d.]+ GB/s, waited for it .*", words) for words, _ in bar.messages
+    )
     assert not any(line.startswith("memascend: step") for line in shown(capsys))
 
 

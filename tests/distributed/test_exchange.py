@@ -125,22 +125,22 @@ SECONDS = 60.0
 class Words:
     """Stands in for torch's store. The store has a note of each rank that left, and the note blames other ranks.
 
-    `said` maps each rank that left to the ranks that its note blames. `late` are ranks whose notes are missing at the
+    `notes` maps each rank that left to the ranks that its note blames. `late` are ranks whose notes are missing at the
     first `check`.
     """
 
-    def __init__(self, output, late=()):
-        self.output = {f"keys/0/left/{rank}": json.dumps(blamed) for rank, blamed in output.items()}
+    def __init__(self, notes, late=()):
+        self.notes = {f"keys/0/left/{rank}": json.dumps(blamed) for rank, blamed in notes.items()}
         self.late = {f"keys/0/left/{rank}" for rank in late}
 
     def check(self, keys):
         (key,) = keys
-        found = key in self.output and key not in self.late
+        found = key in self.notes and key not in self.late
         self.late.discard(key)
         return found
 
     def get(self, key):
-        return self.output[key].encode()
+        return self.notes[key].encode()
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def rank_0_of_5(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing", "output", "named"),
+    ("missing", "notes", "named"),
     [
         ([1, 2], {}, (1, 2)),
         ([1, 2], {2: [1]}, (1,)),
@@ -178,10 +178,10 @@ def rank_0_of_5(monkeypatch):
         ([1, 2], {2: []}, (1,)),
     ],
 )
-def test_rank_that_left_because_of_another_rank_is_not_named(rank_0_of_5, missing, output, named):
-    assert rank_0_of_5(Words(output)).at_fault(missing) == named
+def test_rank_that_left_because_of_another_rank_is_not_named(rank_0_of_5, missing, notes, named):
+    assert rank_0_of_5(Words(notes)).at_fault(missing) == named
     # The note of a rank may arrive shortly after the rank's connection is closed.
-    assert rank_0_of_5(Words(output, late=output)).at_fault(missing) == named
+    assert rank_0_of_5(Words(notes, late=notes)).at_fault(missing) == named
 
 
 def hang(over):

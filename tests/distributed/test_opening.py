@@ -78,7 +78,7 @@ def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
 def stores(count, *each, description=None):
     """Returns the `Stores` of a run with `count` ranks.
 
-    For each rank, `each` has the rank's store, or None if the store is missing. `description` is the description of all stores.
+    For each rank, `each` has the rank's store, or None if the store is missing. All stores have the same `description`.
     """
     seen = {rank: {**one, "description": description} for rank, one in enumerate(each) if one is not None}
     return Stores(count=count, all_owners=dict.fromkeys(seen, 0), all_seen=seen)
@@ -186,8 +186,8 @@ class Talker:
     def __init__(self, talk, rank):
         self.talk, self.rank, self.size = talk, rank, len(talk.messages)
 
-    def all_gather(self, about, messages, **_):
-        self.talk.messages[self.rank] = json.dumps([about, messages])
+    def all_gather(self, about, value, **_):
+        self.talk.messages[self.rank] = json.dumps([about, value])
         self.meet()
         answer = [json.loads(one) for one in self.talk.messages]
         self.meet()

@@ -382,7 +382,7 @@ def within(trained, do, *, modify=True):
 def replaced(trained, factor, *, same_kind=True):
     """Replaces each parameter by itself times `factor`.
 
-    If `alike` is false, replaces each parameter by a tensor of zeros that is not sharded.
+    If `same_kind` is false, replaces each parameter by a tensor of zeros that is not sharded.
     """
     for module in trained.modules():
         for short, one in list(module.named_parameters(recurse=False)):

@@ -37,7 +37,7 @@ class Interrupting(run.Progress):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_step_writes_gradients_and_a_part_of_the_rest(tmp_path):
+def test_step_with_a_gradient_log_writes_the_planned_bytes(tmp_path):
     model, optimizer = begun(tmp_path / "store", bias=False)
     with optimizer:
         assert optimizer.plan.log_steps == 16
@@ -68,7 +68,7 @@ def test_a_step_writes_gradients_and_a_part_of_the_rest(tmp_path):
     ],
     ids=["fused", "clipped", "momentum of 8 bits", "sgd of 16 bits"],
 )
-def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, options, capsys):
+def test_killed_run_with_a_log_is_read_and_resumed_with_any_budget(tmp_path, options, capsys):
     model, optimizer = begun(tmp_path / "store", log_steps=4, **options)
     with optimizer:
         assert optimizer.plan.log_steps == 4
@@ -100,7 +100,7 @@ def test_what_a_kill_leaves_is_read_and_resumed_with_any_budget(tmp_path, option
     assert all(same_states(ends[0], other) for other in ends[1:])
 
 
-def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(tmp_path, monkeypatch):
+def test_interrupted_log_replay_and_interrupted_close_lose_no_step(tmp_path, monkeypatch):
     model, optimizer = begun(tmp_path / "store", log_steps=3)
     with optimizer:
         train(model, optimizer, range(4))
@@ -127,7 +127,7 @@ def test_ctrl_c_while_a_log_is_replayed_and_while_a_run_is_closed_loses_nothing(
         assert same_states(everything(model, optimizer), expected)
 
 
-def test_without_a_log_what_is_in_ram_is_written_each_step(tmp_path, caplog, monkeypatch):
+def test_step_without_a_log_writes_all_values_and_state(tmp_path, caplog, monkeypatch):
     model, optimizer = begun(tmp_path / "store", log_steps=0)
     with optimizer:
         assert optimizer.plan.log_steps == optimizer.plan.log_bytes == 0
@@ -171,7 +171,7 @@ def progress(monkeypatch):
     return kind
 
 
-def test_close_says_how_far_it_is(tmp_path, progress):
+def test_close_reports_its_progress(tmp_path, progress):
     _, optimizer = stepped(tmp_path / "store")
     optimizer.close()
     done, totals, known = zip(*progress.received, strict=True)
@@ -196,7 +196,7 @@ def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
         assert same_states(values(model), saved)
 
 
-def test_two_interrupts_of_close_leave_a_store_that_is_refused_by_name(tmp_path, progress):
+def test_resume_rejects_a_store_after_two_interrupts_of_close(tmp_path, progress):
     progress.times = 2
     _, optimizer = stepped(tmp_path / "store")
     with pytest.raises(KeyboardInterrupt):

@@ -37,7 +37,7 @@ def room(monkeypatch):
 
 
 @pytest.mark.parametrize("is_none", [True, False])
-def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypatch, caplog, is_none):
+def test_shortened_gradient_log_is_named_by_warning_plan_and_report(tmp_path, room, monkeypatch, caplog, is_none):
     half = 0
     if is_none:
         room(0)
@@ -63,7 +63,7 @@ def test_too_little_room_is_told_by_log_plan_and_report(tmp_path, room, monkeypa
         assert report.written["state"] > 0 or not is_none
 
 
-def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
+def test_log_steps_beyond_disk_space_is_rejected_with_a_number_that_fits(tmp_path, room):
     _, logs = sizes(tmp_path)
     room(logs[16])
     with pytest.raises(memascend.ConfigError, match="log_steps=16 fits"):
@@ -77,7 +77,7 @@ def test_a_number_that_has_no_room_is_refused_with_one_that_has(tmp_path, room):
         assert optimizer.plan.log_steps == 16
 
 
-def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
+def test_full_log_counts_unlogged_updates_and_keeps_the_same_bits(tmp_path):
     """If a loop sets a gradient to None, the bytes of the gradient stay in the log until the commit.
 
     Such gradients can fill the log.
@@ -100,7 +100,7 @@ def test_a_log_that_is_full_is_counted_and_changes_no_bit(tmp_path):
     assert same_states(*ends)
 
 
-def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
+def test_temporary_store_writes_no_parameter_that_is_in_ram(tmp_path):
     ends = []
     for store in (tmp_path / "store", None):
         model, optimizer = begun(store, existing="refuse")
@@ -120,7 +120,7 @@ def test_a_temporary_store_writes_nothing_of_what_is_in_ram(tmp_path):
     assert same_states(*ends)
 
 
-def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_name():
+def test_in_place_write_to_a_weight_ends_the_run_of_a_temporary_store():
     model, optimizer = begun(None, existing="refuse")
     with optimizer:
         train(model, optimizer, [0])
@@ -143,7 +143,7 @@ def test_a_weight_of_a_temporary_store_that_is_written_in_place_ends_the_run_by_
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, because only root can create loop devices")
-def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_path, loop, caplog):  # noqa: F811
+def test_log_on_a_raw_device_has_the_steps_that_fit_behind_the_store(tmp_path, loop, caplog):  # noqa: F811
     store, logs = sizes(tmp_path)
     each = (logs[16] - logs[1]) // 15
     for room, steps in ((logs[16], 16), (logs[1] + 2 * each, 3), (logs[1] // 2, 0)):
@@ -166,7 +166,7 @@ def test_a_raw_device_has_the_log_behind_the_store_as_long_as_there_is_room(tmp_
 
 
 @pytest.mark.root
-def test_a_full_disk_has_updates_made_at_once(tmp_path, small_ext4, caplog):  # noqa: F811
+def test_run_on_a_full_disk_defers_no_updates(tmp_path, small_ext4, caplog):  # noqa: F811
     """On a full file system, a run cannot reserve second places for gradients, so it defers no update.
 
     After the file `filler` is removed, the next run defers updates.

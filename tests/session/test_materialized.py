@@ -38,7 +38,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_is_changed_without_modify_is_said(tmp_path, write):
+def test_materialized_warns_of_a_change_without_modify_and_reverts_it(tmp_path, write):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True, dtype=torch.bfloat16))
     with optimizer:
         before, own = values(model), list(model.parameters())
@@ -56,7 +56,7 @@ def test_what_is_changed_without_modify_is_said(tmp_path, write):
 
 
 @pytest.mark.parametrize("modify", [False, True])
-def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
+def test_kept_view_of_a_materialized_weight_blocks_step_or_is_a_snapshot(tmp_path, modify):
     """With modify=True, step() raises if code still holds a view of a weight.
 
     With modify=False, the view is a snapshot.
@@ -86,7 +86,7 @@ def test_memory_of_a_weight_that_is_kept_is_watched(tmp_path, modify):
 
 
 @pytest.mark.parametrize("replace", [assigned, exchanged])
-def test_parameters_that_replace_others_are_written(tmp_path, replace):
+def test_materialized_writes_the_values_of_replaced_parameters(tmp_path, replace):
     model, optimizer = offloaded(tmp_path / "s", chain(bias=True))
     with optimizer:
         step(model, optimizer)
@@ -130,7 +130,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("replace", "says"), MISFITS.values(), ids=MISFITS)
-def test_parameters_that_cannot_replace_others_are_refused(tmp_path, replace, says):
+def test_materialized_rejects_a_parameter_that_cannot_replace_the_old(tmp_path, replace, says):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         step(model, optimizer)
@@ -144,7 +144,7 @@ def test_parameters_that_cannot_replace_others_are_refused(tmp_path, replace, sa
         step(model, optimizer)
 
 
-def test_a_tied_parameter_stays_one(tmp_path):
+def test_materialized_keeps_a_tied_parameter_tied(tmp_path):
     def tied():
         model = chain()
         model[1].weight = model[0].weight
@@ -173,7 +173,7 @@ def vector(model):
     return given
 
 
-def test_memory_that_is_given_to_weights_is_watched(tmp_path):
+def test_step_rejects_memory_given_to_weights_while_code_holds_it(tmp_path):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         step(model, optimizer)
@@ -200,7 +200,7 @@ def test_memory_that_is_given_to_weights_is_watched(tmp_path):
         (lambda model: model[1].weight.data[:], "share memory"),
     ],
 )
-def test_memory_that_may_be_written_to_unseen_is_refused(tmp_path, of, says):
+def test_materialized_rejects_numpy_or_shared_memory_given_to_a_weight(tmp_path, of, says):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         step(model, optimizer)

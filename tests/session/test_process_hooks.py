@@ -29,7 +29,7 @@ def hooks():
 
 
 @pytest.mark.filterwarnings("ignore:the trained weights are lost")
-def test_they_leave_with_the_last_run():
+def test_process_hooks_are_removed_with_the_last_run():
     before = hooks()
     one, first = offloaded(None)
     during = hooks()
@@ -45,7 +45,7 @@ def test_they_leave_with_the_last_run():
     del one
 
 
-def test_a_call_that_fails_leaves_none(tmp_path):
+def test_failed_offload_leaves_no_process_hooks(tmp_path):
     before = hooks()
     with pytest.raises(memascend.ConfigError):
         offloaded(None, device="meta")
@@ -56,7 +56,7 @@ def test_a_call_that_fails_leaves_none(tmp_path):
 
 
 @pytest.mark.parametrize("gradients", ["fused", "ssd", "ram"])
-def test_an_optimizer_of_offloaded_parameters_that_is_another_does_not_step(tmp_path, gradients):
+def test_step_of_another_optimizer_of_offloaded_parameters_raises(tmp_path, gradients):
     model, kind = chain(bias=True), torch.optim.AdamW
     original = kind(model.parameters(), lr=1e-2)
     model, optimizer = memascend.offload(model, original, storage=tmp_path / "s", gradients=gradients)
@@ -85,7 +85,7 @@ NEW = r"new trainable .* offload\(\) again"
 @pytest.mark.parametrize(
     "adds", [lambda model, new: setattr(model, "new", new), lambda model, new: model.later.append(new)]
 )
-def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
+def test_step_and_forward_reject_a_new_trainable_parameter(tmp_path, adds):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         model.later = nn.Sequential()
@@ -107,7 +107,7 @@ def test_a_new_parameter_is_refused_where_it_would_train(tmp_path, adds):
         assert optimizer.steps == 1
 
 
-def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
+def test_forward_under_no_grad_accepts_a_new_trainable_parameter(tmp_path):
     """Preference training makes a second adapter trainable for a forward under no_grad().
 
     This forward must not raise.
@@ -123,7 +123,7 @@ def test_what_trains_while_nothing_is_trained_may_be_there(tmp_path):
         step(model, optimizer)
 
 
-def test_what_is_frozen_tied_or_outside_of_the_model_may_be_added(tmp_path):
+def test_frozen_tied_or_outside_parameters_may_be_added_after_offload(tmp_path):
     model, optimizer = offloaded(tmp_path / "s")
     with optimizer:
         optimizer.save(tmp_path / "whole")

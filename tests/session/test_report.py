@@ -32,7 +32,7 @@ def trained(tmp_path, steps=3, kind=torch.optim.AdamW, **options):
     return model, optimizer
 
 
-def test_bytes_are_those_of_the_updates(tmp_path):
+def test_report_counts_the_bytes_that_updates_read_and_write(tmp_path):
     model, optimizer = trained(tmp_path, gradients="fused")
     with optimizer:
         of_model = sum(parameter.nbytes for parameter in model.parameters())
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_updates(tmp_path):
         json.dumps(report)
 
 
-def test_training_in_memory_has_whole_masters_and_those_that_are_added_are_logged(tmp_path, caplog):
+def test_report_in_memory_counts_added_masters_which_are_logged_once(tmp_path, caplog):
     caplog.set_level("INFO", "memascend")
     for model in (model_of(), model_of().bfloat16()):
         offload(model, torch.optim.AdamW(model.parameters()), master_dtype=None)[1].close()
@@ -75,7 +75,7 @@ def test_a_resumed_run_counts_its_own_steps(tmp_path):
         assert optimizer.report().to_dict()["written"]["first values"] == 0
 
 
-def test_the_table_names_everything_and_the_picture_needs_matplotlib(tmp_path, monkeypatch):
+def test_report_text_names_memory_and_steps_and_plot_needs_matplotlib(tmp_path, monkeypatch):
     _, optimizer = trained(tmp_path, gradients="fused", host_memory="64MiB")
     with optimizer:
         report = optimizer.report()
@@ -113,7 +113,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
+def test_progress_logs_a_line_every_15_seconds(monkeypatch):
     clock, log = [0.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with Progress("writing", 100 << 20, log) as lines:
@@ -140,7 +140,7 @@ def test_a_log_gets_a_line_every_quarter_of_a_minute(monkeypatch):
     assert terminal.getvalue() == "memascend: writing: 50 MiB of 100 MiB, 2.5 MiB/s, 20 s left\n"
 
 
-def test_tqdm_draws_in_a_terminal_what_takes_long(monkeypatch):
+def test_progress_shows_a_tqdm_bar_in_a_terminal_for_long_work(monkeypatch):
     pytest.importorskip("tqdm")
     terminal = Terminal()
     with Progress("writing", 100 << 20, terminal) as bar:
@@ -157,7 +157,7 @@ def test_tqdm_draws_in_a_terminal_what_takes_long(monkeypatch):
     assert terminal.getvalue().rstrip(" ").endswith("\r")
 
 
-def test_a_run_that_the_drive_bounds_says_what_to_change(tmp_path):
+def test_report_of_a_drive_bound_run_advises_options(tmp_path):
     _, optimizer = trained(tmp_path)
     with optimizer:
         report = optimizer.report()

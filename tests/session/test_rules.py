@@ -29,7 +29,7 @@ def offloaded(tmp_path, model=None, **options):
 # --- saved tensors ------------------------------------------------------------------------------
 
 
-def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
+def test_saved_tensors_hooks_of_users_get_no_weights_of_units(tmp_path):
     plain = blocks()
     model, optimizer = offloaded(tmp_path)
     packed = []
@@ -57,7 +57,7 @@ def test_other_hooks_on_saved_tensors_get_what_is_not_ours(tmp_path):
 # --- module hooks ------------------------------------------------------------------------------
 
 
-def test_hooks_from_before_offload_see_real_parameters(tmp_path):
+def test_forward_pre_hook_from_before_offload_reads_weight_values(tmp_path):
     """A forward pre-hook of the user can read the weights before the module computes."""
     model = blocks()
     seen = []
@@ -76,7 +76,7 @@ def test_hooks_from_before_offload_see_real_parameters(tmp_path):
     assert seen == [pytest.approx(expected)] * 2
 
 
-def test_a_forward_that_is_called_by_itself_has_plain_parameters(tmp_path):
+def test_direct_call_of_module_forward_has_plain_parameters(tmp_path):
     """A loop may checkpoint `block.forward` instead of `block`. A call of `block.forward` runs no hooks of `block`."""
     model, optimizer = offloaded(tmp_path, host_memory="64MiB")
     kinds = []
@@ -118,7 +118,7 @@ def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_hook_of_the_user_stands_beside_ours_on_its_parameter_alone(tmp_path, when):
+def test_user_gradient_hook_runs_only_for_its_parameter_until_removed(tmp_path, when):
     received, model = [], blocks()
     weight = model[1][0].weight
 
@@ -146,7 +146,7 @@ def turns():
     return model
 
 
-def test_a_unit_stays_until_the_last_thread_has_left_it(tmp_path):
+def test_unit_stays_in_memory_while_another_thread_computes_with_it(tmp_path):
     plain, _, model, optimizer = twins(tmp_path, make=turns)
     known, inside, left = threading.Event(), threading.Event(), threading.Event()
     found = []
@@ -191,7 +191,7 @@ def autocast(model, dtype):
         model(x(dtype=dtype)).float().sum().backward()
 
 
-def test_copies_of_autocast_are_said_at_the_first_forward_that_sees_them(tmp_path):
+def test_autocast_of_fp32_weights_warns_at_the_first_forward(tmp_path):
     model, optimizer = chains.offloaded(tmp_path / "run.store")
     with optimizer:
         model(x()).sum().backward()

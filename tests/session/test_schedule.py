@@ -114,7 +114,7 @@ WAYS = {
 # resume. The commit then does not record that a scheduler sets betas, so offload() warns that the stored betas differ.
 @pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("number", range(len(SCHEDULERS)), ids=SCHEDULERS)
-def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
+def test_scheduled_rates_and_weights_equal_torch_over_two_resumes(tmp_path, number):
     """The three runs alternate between creating the scheduler before offload() and creating it after offload()."""
     kind = list(SCHEDULERS)[number]
     way = WAYS[list(WAYS)[number % len(WAYS)]]
@@ -132,7 +132,7 @@ def test_rates_and_weights_are_those_of_memory_in_three_lives(tmp_path, number):
     assert [group["lr"] for group in stored(tmp_path / "s")["groups"]] == last
 
 
-def test_several_are_advanced_in_their_order_and_a_closure_is_called_first(tmp_path):
+def test_schedulers_advance_in_order_and_step_calls_its_closure(tmp_path):
     memory, _, last = in_memory("chained", 3)
     model, optimizer = opened(tmp_path / "s")
     optimizer.schedule(torchs.ConstantLR(optimizer, 0.1, 3), torchs.ExponentialLR(optimizer, 0.9))
@@ -232,7 +232,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_what_cannot_be_advanced_or_stored_is_refused(tmp_path, given):
+def test_schedule_rejects_arguments_that_it_cannot_advance_or_store(tmp_path, given):
     schedulers_of, words = REFUSED[given]
     model, optimizer = opened(tmp_path / "s")
     with optimizer:
@@ -281,7 +281,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, other):
+def test_resume_rejects_a_different_scheduler_and_names_the_difference(tmp_path, other):
     kind, scheduler_of, words = OTHERS[other]
     lived(tmp_path / "s", kind)
     model, optimizer = opened(tmp_path / "s")
@@ -303,7 +303,7 @@ def test_a_resume_with_another_scheduler_is_refused_with_what_differs(tmp_path, 
 @pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["chained", "swa", "one cycle", "cyclic"])
-def test_another_rate_of_the_optimizer_is_refused_unless_a_scheduler_sets_its_own(tmp_path, kind, before):
+def test_schedule_rejects_another_base_rate_unless_scheduler_sets_its_own(tmp_path, kind, before):
     lived(tmp_path / "s", kind)
     model, optimizer = made(2e-3)
     scheduler = SCHEDULERS[kind](optimizer) if before else None
@@ -319,7 +319,7 @@ def test_another_rate_of_the_optimizer_is_refused_unless_a_scheduler_sets_its_ow
 
 
 @pytest.mark.filterwarnings("ignore:the stored options are used:UserWarning")
-def test_a_rate_that_the_script_sets_after_offload_is_that_of_the_run(tmp_path):
+def test_rate_set_after_offload_becomes_the_base_rate_of_the_scheduler(tmp_path):
     rates = []
     for until in (1, 2, 4):
         model, optimizer = opened(tmp_path / "s")
@@ -387,7 +387,7 @@ class Adaptive(torchs.LRScheduler):
         return [Rate(base * 0.5**self.halved) for base in self.base_lrs]
 
 
-def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
+def test_scheduler_passed_again_mid_run_is_restored_at_resume(tmp_path):
     rates = []
     for until in (4, 5, 5):
         model, optimizer = opened(tmp_path / "s")
@@ -404,14 +404,14 @@ def test_a_scheduler_that_is_given_again_in_the_midst_is_restored_too(tmp_path):
     assert rates == [1e-3, 1e-3, 5e-4, 5e-4, 5e-4]
 
 
-def test_a_schedule_that_no_version_wrote_is_damage(tmp_path):
+def test_invalid_stored_schedule_raises_corruption_error(tmp_path):
     lived(tmp_path / "s")
     rewritten(tmp_path / "s", lambda schedule: schedule["schedulers"][0].update(fresh=[1]))
     with pytest.raises(memascend.CorruptionError, match="the schedulers of step 1"), opened(tmp_path / "s")[1] as given:
         given.schedule(SCHEDULERS["cosine"](given))
 
 
-def test_a_scheduler_that_cannot_be_loaded_leaves_what_there_was(tmp_path):
+def test_scheduler_that_fails_to_load_leaves_itself_and_groups_unchanged(tmp_path):
     class Fails(torchs.StepLR):
         def load_state_dict(self, state_dict):
             if state_dict["last_epoch"] == 1:
@@ -451,7 +451,7 @@ def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, o
         turn(model, optimizer, 2)
 
 
-def test_a_scheduler_that_begins_in_an_old_store_is_pointed_out(tmp_path):
+def test_first_scheduler_of_a_store_with_steps_causes_a_warning(tmp_path):
     model, optimizer = opened(tmp_path / "s")
     with optimizer:
         turn(model, optimizer, 0)
@@ -486,7 +486,7 @@ def test_close_commits_options_that_changed_since_the_last_step(tmp_path, durabi
         assert same_states(chains.values(model), values)
 
 
-def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):
+def test_second_schedule_call_with_another_scheduler_warns(tmp_path):
     _, optimizer = opened(tmp_path / "s")
     with optimizer:
         optimizer.schedule(torchs.StepLR(optimizer, 2))
@@ -494,7 +494,7 @@ def test_a_scheduler_that_is_replaced_before_the_first_step_is_named(tmp_path):
             optimizer.schedule(torchs.ExponentialLR(optimizer, 0.9))
 
 
-def test_a_rate_that_is_a_tensor_is_scheduled_in_fp32(tmp_path):
+def test_tensor_learning_rate_has_the_same_schedule_over_resumes(tmp_path):
     def rates(path, lives):
         return [had for until in lives for had in lived(path, "restarts", until, rate=torch.tensor(1e-3))]
 

@@ -113,11 +113,11 @@ MISSING = {"missing": ("1.weight", "1.bias")}
         (in_batches, {"gradients": "fused", **BF16}),
     ],
 )
-def test_a_step_is_that_of_all_members_in_memory(tmp_path, optimizers, options):
+def test_step_of_several_optimizers_equals_torch(tmp_path, optimizers, options):
     compared(optimizers, tmp_path / "store", **options)
 
 
-def test_an_optimizer_that_divides_its_parameters_streams_in_a_group_of_one_rank(tmp_path):
+def test_muon_of_ranks_equals_torch_in_a_process_group_of_one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         compared(lambda given, **_: with_aux_adam(given, MuonOfRanks), tmp_path / "store", gradients="ssd")
@@ -128,7 +128,7 @@ def test_an_optimizer_that_divides_its_parameters_streams_in_a_group_of_one_rank
 # --- one optimizer for all ----------------------------------------------------------------
 
 
-def test_the_returned_optimizer_has_all_groups_and_the_originals_none_of_the_steps(tmp_path):
+def test_returned_optimizer_steps_all_members_and_member_step_raises(tmp_path):
     model, optimizer = offloaded(tmp_path / "store", made(), lambda *given, **_: tuple(muon_and_adamw(*given)))
     members = optimizer.members
     with optimizer:
@@ -180,12 +180,12 @@ UNJOINED = {
 
 
 @pytest.mark.parametrize(("join", "says"), UNJOINED.values(), ids=UNJOINED)
-def test_what_cannot_be_joined_is_refused(tmp_path, join, says):
+def test_offload_rejects_optimizers_that_cannot_be_joined(tmp_path, join, says):
     refused(tmp_path, lambda given, **_: join(list(given)), says)
     assert not list(tmp_path.iterdir())
 
 
-def test_state_of_a_stack_that_is_there_already_is_refused(tmp_path):
+def test_offload_rejects_existing_state_of_a_stacked_optimizer(tmp_path):
     model = made()
     members = in_stacks(model.parameters())
     turn(model, members, 0)
@@ -194,7 +194,7 @@ def test_state_of_a_stack_that_is_there_already_is_refused(tmp_path):
     assert members[0].state
 
 
-def test_members_whose_parameters_have_names_bring_their_state(tmp_path):
+def test_members_with_named_parameters_keep_their_state_at_offload(tmp_path):
     plain, model = made(), made()
     named = [(name, one) for name, one in model.named_parameters() if one.dim() == 2]
     rest = torch.optim.AdamW(parts(model.parameters())[1], lr=1e-2, fused=True)
@@ -215,7 +215,7 @@ def test_members_whose_parameters_have_names_bring_their_state(tmp_path):
 @pytest.mark.parametrize(
     "then", [lambda given, **_: muon_and_adamw(given)[::-1], lambda given, **_: torch.optim.AdamW(given)]
 )
-def test_what_was_made_with_other_optimizers_is_refused(tmp_path, then):
+def test_resume_and_checkpoint_reject_other_optimizers_than_stored(tmp_path, then):
     says = r"Muon \+ AdamW"
     model, optimizer = offloaded(tmp_path / "store", made(), muon_and_adamw)
     step(model, optimizer)
@@ -228,7 +228,7 @@ def test_what_was_made_with_other_optimizers_is_refused(tmp_path, then):
     refused(tmp_path, then, says, checkpoint=tmp_path / "saved")
 
 
-def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
+def test_state_format_applies_only_to_members_that_support_it(tmp_path, caplog):
     def optimizers(parameters, **_):
         matrices, rest = parts(parameters)
         return [torch.optim.Adagrad(matrices[:1]), *muon_and_adamw(matrices[1:] + rest)]
@@ -245,7 +245,7 @@ def test_formats_are_of_the_members_that_have_them(tmp_path, caplog):
         assert not formats["0.weight"]
 
 
-def test_modes_are_of_the_members_that_have_them(tmp_path):
+def test_train_and_eval_switch_the_member_that_has_modes(tmp_path):
     def optimizers(parameters, **_):
         matrices, rest = parts(parameters)
         own = ScheduleFree(matrices)

@@ -53,12 +53,12 @@ def machine(total, available=None):
         (machine(64), {"agreed": 7}, False, 7),
     ],
 )
-def test_a_machine_spares_what_it_does_not_need(of, options, on_host, budget):
+def test_spare_budget_leaves_memory_for_the_machine_and_torch(of, options, on_host, budget):
     found = Spare(machine=of, **options).budget(on_host=on_host)
     assert found == (budget if "agreed" in options else budget * GIB)
 
 
-def test_a_cgroup_is_a_smaller_machine(monkeypatch):
+def test_host_memory_here_respects_the_cgroup_limit(monkeypatch):
     limits = {"cgroup_limit": 3 * GIB, "available": 2 * GIB}
     monkeypatch.setattr("memascend.memory.limits", lambda: limits)
     assert HostMemory.here() == machine(3, 2)
@@ -85,7 +85,7 @@ def whole_mib(monkeypatch):
     return free
 
 
-def test_a_run_takes_no_more_than_it_can_use(tmp_path, whole_mib, caplog):
+def test_auto_budget_is_between_comfortable_and_what_the_run_can_use(tmp_path, whole_mib, caplog):
     caplog.set_level(logging.INFO, "memascend")
     _, optimizer = offloaded(tmp_path / "a.store", host_memory="auto")
     with optimizer:
@@ -111,7 +111,7 @@ def trained_once(path, **options):
     return budget
 
 
-def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
+def test_resume_with_auto_keeps_the_stored_budget_if_memory_is_free(tmp_path, whole_mib, caplog):
     caplog.set_level(logging.INFO, "memascend")
     path = tmp_path / "run.store"
     whole_mib(60)
@@ -134,7 +134,7 @@ def test_a_resume_prefers_the_budget_of_its_store(tmp_path, whole_mib, caplog):
     assert trained_once(path, host_memory="auto") != given
 
 
-def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
+def test_auto_budget_counts_memory_of_the_run_that_offload_closes(tmp_path, whole_mib):
     path = tmp_path / "run.store"
     model, optimizer = offloaded(path, chain(16, width=512), host_memory="auto")
     budget = optimizer.plan.budget
@@ -147,7 +147,7 @@ def test_a_run_of_this_process_gives_its_memory_back(tmp_path, whole_mib):
     del model
 
 
-def test_runs_look_one_after_the_other():
+def test_turn_wait_returns_after_end_or_timeout():
     """`Turn.wait` returns once the run that has the turn calls `Turn.end`, or after the timeout."""
     first, second, third = Turn(), Turn(), Turn()
     first.wait(1)
@@ -163,7 +163,7 @@ def test_runs_look_one_after_the_other():
     second.end()
 
 
-def test_ranks_take_what_all_of_them_have(monkeypatch):
+def test_ranks_with_auto_agree_on_the_smallest_spare_memory(monkeypatch):
     """Two ranks are on this host. A third rank is on another host with less memory."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     printed = iter([[["here", True], ["there", True], ["here", True]], [None] * 3, None])
@@ -187,7 +187,7 @@ def test_ranks_take_what_all_of_them_have(monkeypatch):
         agreed(Options(host_memory="auto"), exchange, turn, on_host=True)
 
 
-def test_what_a_larger_budget_brings_is_said_once(tmp_path, caplog, monkeypatch):
+def test_advice_for_a_larger_budget_is_logged_once(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "memascend")
     monkeypatch.setattr("memascend.session.report.faster", lambda *_: (40 * GIB, 74.0))
     monkeypatch.setattr("memascend.session.report.Report.waited", 0.5)
@@ -203,7 +203,7 @@ def test_what_a_larger_budget_brings_is_said_once(tmp_path, caplog, monkeypatch)
         assert caplog.text.count(words) == count
 
 
-def test_a_larger_budget_saves_what_the_drive_takes():
+def test_faster_estimates_the_step_time_of_a_larger_budget():
     moves = {budget: SimpleNamespace(total=total) for budget, total in ((10, 60), (20, 30), (40, 0))}
     plan = SimpleNamespace(larger=moves, moved_bytes=100)
     assert faster(plan, 9, 10.0, 8.0) is None
@@ -272,7 +272,7 @@ def test_two_runs_at_once_fit_into_a_cgroup(tmp_path, cgroup):
 
 
 @pytest.mark.timeout(300)
-def test_ranks_divide_the_machine(tmp_path):
+def test_ranks_with_auto_divide_the_memory_of_the_machine(tmp_path):
     program = tmp_path / "ranks.py"
     program.write_text(
         SMALL
@@ -296,6 +296,6 @@ torch.distributed.destroy_process_group()
     assert re.findall(r"budget (\d+)", output) == ["75", "75"], output
 
 
-def test_none_that_is_given_is_named(tmp_path):
+def test_offload_rejects_an_unknown_host_memory_text(tmp_path):
     with pytest.raises(memascend.ConfigError, match="host_memory must be a number of bytes, or text"):
         offloaded(tmp_path / "run.store", host_memory="all")

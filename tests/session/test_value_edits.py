@@ -26,7 +26,7 @@ def edited(optimizer, parameters, write):
         write(values)
 
 
-def test_bits_that_did_not_change_write_nothing_and_names_of_one_parameter_are_one(tmp_path):
+def test_edit_without_changes_writes_nothing_and_tied_names_share_a_tensor(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
     model, optimizer = made(tmp_path, model)
@@ -40,7 +40,7 @@ def test_bits_that_did_not_change_write_nothing_and_names_of_one_parameter_are_o
         assert bool((model[1].weight == 0.25).all())
 
 
-def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_path):
+def test_edit_commits_nothing_after_an_exception_or_with_a_staged_step(tmp_path):
     model, optimizer = made(tmp_path)
     weight = model[0].weight
     with optimizer:
@@ -60,7 +60,7 @@ def test_nothing_is_committed_after_an_exception_or_while_a_step_is_staged(tmp_p
         step(model, optimizer)
 
 
-def test_edits_of_one_unit_may_nest_and_their_memory_is_watched(tmp_path):
+def test_edits_of_one_unit_nest_and_later_writes_fail_the_step(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
@@ -76,7 +76,7 @@ def test_edits_of_one_unit_may_nest_and_their_memory_is_watched(tmp_path):
         step(model, optimizer)
 
 
-def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
+def test_edit_raises_if_its_commit_would_undo_a_step_inside_it(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
@@ -93,7 +93,7 @@ def test_a_step_within_an_edit_is_not_undone_by_it(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_frozen_weight_that_was_edited_thaws_with_the_edited_values(tmp_path, dtype):
+def test_edited_frozen_weight_equals_torch_after_it_is_unfrozen(tmp_path, dtype):
     options = {} if dtype == torch.float32 else {"master_dtype": None}
     plain, model = (chain(3, bias=True, dtype=dtype) for _ in range(2))
     model, optimizer = made(tmp_path, model, **options)
@@ -145,7 +145,7 @@ def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
         assert same_states(values(model), before)
 
 
-def test_a_state_dict_that_was_changed_is_loaded(tmp_path):
+def test_load_state_dict_accepts_a_state_dict_modified_in_place(tmp_path):
     model, optimizer = made(tmp_path)
     with optimizer:
         step(model, optimizer)
@@ -169,7 +169,7 @@ class Shift(nn.Module):
         return (x + self.one + self.other).sum()
 
 
-def test_a_backward_of_an_older_graph_meets_what_was_loaded(tmp_path):
+def test_backward_of_a_graph_from_before_load_state_dict_equals_torch(tmp_path):
     plain = Shift()
     theirs = FUSED(plain.parameters(), lr=1e-2)
     model, optimizer = made(tmp_path, Shift(), gradients="fused", host_memory=None)

@@ -34,7 +34,7 @@ def made(path, spill=None):
     return filled(path, [*records, frozen, buffer], chunk_elements=CHUNK)
 
 
-def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
+def test_open_error_names_swapped_missing_or_foreign_devices(tmp_path):
     paths = [tmp_path / "one", tmp_path / "two"]
     made(paths).close()
     with pytest.raises(StorageError, match="is device 2 of the store and was given as device 1"):
@@ -49,7 +49,7 @@ def test_devices_that_are_swapped_missing_or_foreign_are_named(tmp_path):
         store.verify()
 
 
-def test_info(tmp_path, capsys):
+def test_store_info_command_counts_tensors_and_buffers(tmp_path, capsys):
     made(tmp_path).close()
     assert main(["store", "info", str(tmp_path)]) == 0
     output = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_info(tmp_path, capsys):
     assert main(["store", "info", str(tmp_path / "none")]) == 1
 
 
-def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
+def test_engine_rejects_bad_arguments_and_double_updates_without_loss(tmp_path):
     adam = engine.Adam(step=1)
     with made(tmp_path / "store") as store, engine.Engine(store) as updates:
         for call, words in {
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_and_loses_nothing(tmp_path):
     store.close()
 
 
-def test_first_values_that_do_not_fit_are_refused(tmp_path):
+def test_fill_rejects_state_that_does_not_fit_the_record(tmp_path):
     bare = engine.Record(name="bare", values=torch.zeros(5000, dtype=torch.int64), state={})
     odd = engine.Record(name="odd", values=torch.zeros(700, 600), state={"row": torch.zeros(600)})
     store = engine.Store.create(tmp_path / "store", [bare, odd], chunk_elements=CHUNK)
@@ -124,7 +124,7 @@ def test_adam_begins_with_a_master_of_16_bit_values():
     assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())
 
 
-def test_a_walk_shows_each_part_at_its_place_and_ends_by_an_error(tmp_path):
+def test_scan_gives_each_part_at_its_place_and_raises_callback_errors(tmp_path):
     record = engine.Record(name="w", values=torch.randn(3, 1741), state={})
     with filled(tmp_path / "store", [record], chunk_elements=CHUNK) as store:
         found = torch.zeros(record.values.numel())
@@ -149,7 +149,7 @@ def gradient(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [2, 5])
-def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
+def test_spilled_sums_norms_and_updates_have_same_bits_as_torch(tmp_path, dtype, chunks):
     held = parameters()
     states = {name: engine.adam_state(values) for name, values in held.items()}
     factors = (0.37, 1.0, 1 / 3)
@@ -189,7 +189,7 @@ def test_sums_norms_and_updates_have_the_bits_of_torch(tmp_path, dtype, chunks):
         assert store.info()["spill_index_bytes"] > 0
 
 
-def test_a_flipped_bit_is_an_error_with_a_name(tmp_path):
+def test_corrupt_spilled_gradient_raises_an_error_that_names_its_chunk(tmp_path):
     path = tmp_path / "store"
     name, other = "float32.(3, 1741)", "float32.(2049,)"
     with made(path, spill=torch.float32) as store, engine.Engine(store) as updates:
@@ -241,7 +241,7 @@ def _noise(seed, numel=NUMEL):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (13,), (3, 1741)])
-def test_what_is_not_given_begins_as_the_values_and_zeros(shape):
+def test_encoded_compact_state_defaults_to_values_and_zeros(shape):
     values = torch.randn(shape).bfloat16()
     state = encoded(values, {}, "compact")
     assert all(tensor.shape == values.shape and not tensor.any() for tensor in state.values())
@@ -249,7 +249,7 @@ def test_what_is_not_given_begins_as_the_values_and_zeros(shape):
 
 
 @pytest.mark.parametrize(("form", "dtype"), FORMATS)
-def test_fill_takes_float32(tmp_path, form, dtype):
+def test_fill_converts_float32_state_to_the_stored_format(tmp_path, form, dtype):
     master, first, second = _noise(1), _noise(2), _noise(3).square()
     values = master.to(dtype)
     given = {"exp_avg": first, "exp_avg_sq": second}
@@ -292,7 +292,7 @@ def test_fill_takes_float32(tmp_path, form, dtype):
         assert torch.equal(back["exp_avg_sq"], second)
 
 
-def test_values_in_another_order_of_dimensions_come_back():
+def test_compact_state_of_a_transposed_tensor_keeps_strides_and_values():
     values = _noise(1, 60 * 50).view(60, 50).t().bfloat16()
     master = _noise(1, 60 * 50).view(60, 50).t()
     for form in ("compact", "compact bf16", "compact 8bit"):
@@ -312,7 +312,7 @@ def _refused(call, *words):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path):
+def test_state_formats_reject_values_and_state_that_do_not_fit(tmp_path):
     values = _noise(1)
     _refused(lambda: engine.state_tensors(values, "compact bf16"), "float32", "compact bf16")
     _refused(lambda: engine.state_tensors(values, "4bit"), "4bit")

@@ -59,7 +59,7 @@ def on_chunk(chunk):
     ("slots", "spilled", "chunks"),
     [(0, False, 2), (0, True, 4), (1, False, 4), (1, True, 2), (2, False, 2), (2, True, 4)],
 )
-def test_what_was_applied_is_what_it_is_in_memory(tmp_path, slots, spilled, chunks):
+def test_applied_update_has_same_bits_as_torch_in_memory(tmp_path, slots, spilled, chunks):
     store, held, states = made(tmp_path / "store", spill=torch.bfloat16)
     whole = slots > 0
     room = 30_001 * (4 + 4 + 2 + 2) + 4 * 64 if whole else 0
@@ -119,7 +119,7 @@ def test_strides_that_are_not_row_major_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
+def test_exception_in_an_applied_function_fails_the_step_as_its_cause(tmp_path, whole):
     store, held, _ = made(tmp_path / "store")
     names = [name for name in held if "float32" in name]
     with store, engine.Engine(store, whole=8 << 20, whole_next=1 << 16) as applying:
@@ -148,7 +148,7 @@ def test_an_exception_fails_the_step_once_and_is_the_cause(tmp_path, whole):
         assert all((store.read(name)[0] == 7).all() for name in names)
 
 
-def test_a_tensor_that_is_kept_fails_the_step_and_stays_readable(tmp_path):
+def test_chunk_tensor_kept_by_an_applied_function_fails_the_step(tmp_path):
     store, held, _ = made(tmp_path / "store")
     name, kept = "float32.(2049,)", []
     with store, engine.Engine(store, chunks=3, whole=1000) as applying:
@@ -190,7 +190,7 @@ def openmp():
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, whole):
+def test_applied_function_runs_with_the_thread_count_of_its_caller(tmp_path, openmp, whole):
     store, held, _ = made(tmp_path / "store")
     seen = []
     (name, values), *_ = ((name, values) for name, values in held.items() if values.numel() == 13)
@@ -210,7 +210,7 @@ def test_what_is_applied_has_as_many_threads_as_the_caller(tmp_path, openmp, who
     assert seen == [1, 3, 1]
 
 
-def test_a_call_after_the_commit_that_fails_ends_the_run(tmp_path):
+def test_failed_function_after_the_commit_makes_the_store_unusable(tmp_path):
     store, held, _ = made(tmp_path / "store", durability="none")
     first, second = list(held)[-2:]
 
@@ -231,7 +231,7 @@ def test_a_call_after_the_commit_that_fails_ends_the_run(tmp_path):
         engine.Store.open(tmp_path / "store")
 
 
-def test_ctrl_c_does_not_split_what_is_called_after_the_commit(tmp_path):
+def test_interrupt_does_not_split_functions_applied_after_the_commit(tmp_path):
     store, held, states = made(tmp_path / "store", durability="none")
     gradients = {name: torch.randn(values.shape).bfloat16() for name, values in held.items()}
 

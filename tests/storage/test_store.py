@@ -41,7 +41,7 @@ def made(path, **options):
     return filled(path, records(), chunk_elements=CHUNK, **options)
 
 
-def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path):
+def test_sizes_of_meta_records_equal_those_of_store_and_engine(tmp_path):
     sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     with made(tmp_path / "store") as store, engine.Engine(store, chunks=5) as updates:
         info = store.info()
@@ -58,7 +58,7 @@ def test_sizes_need_no_device_and_are_what_the_store_and_the_engine_say(tmp_path
         assert store.info()["total_bytes"] == several.total_bytes
 
 
-def test_sizes_refuse_what_cannot_be_stored():
+def test_sizes_rejects_records_that_cannot_be_stored():
     for bad in [
         [],
         [record("same", torch.zeros(3), "one"), record("same", torch.zeros(3), "one")],
@@ -71,7 +71,7 @@ def test_sizes_refuse_what_cannot_be_stored():
         engine.sizes([record("one", torch.zeros(3), "one")], devices=0)
 
 
-def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
+def test_read_returns_values_and_state_with_their_strides(tmp_path):
     with made(tmp_path / "store") as store:
         described = {one["name"]: one for one in store.records()}
         assert described["conv"]["order"] == (0, 2, 3, 1)
@@ -94,7 +94,7 @@ def test_tensors_come_back_with_the_strides_of_their_order(tmp_path):
                 updates.update("conv", conv.values.contiguous(), engine.Adam(step=1))
 
 
-def test_order_of_a_tensor():
+def test_order_of_returns_the_dimension_order_and_rejects_gaps():
     plain = torch.zeros(2, 3, 4, 5)
     assert engine.order_of(plain) is None
     assert engine.order_of(plain.contiguous(memory_format=torch.channels_last)) == (0, 2, 3, 1)
@@ -105,7 +105,7 @@ def test_order_of_a_tensor():
             engine.order_of(gaps)
 
 
-def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
+def test_fetch_rejects_unfit_memory_and_names_a_damaged_chunk(tmp_path):
     path = tmp_path / "store"
     sizes = engine.sizes(records("meta"), chunk_elements=CHUNK)
     nbytes = sizes.unit_bytes["one"]
@@ -137,7 +137,7 @@ def test_fetches_refuse_what_does_not_fit_and_name_what_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("bytes_max", [8 << 10, 20 << 10, 1 << 20])
-def test_parts_are_the_unit(tmp_path, bytes_max):
+def test_parts_of_a_unit_join_to_the_bytes_of_the_unit(tmp_path, bytes_max):
     with two_units(tmp_path) as store, engine.Engine(store) as updates:
         whole, parts = in_one(updates, "second"), updates.parts("second", bytes_max)
         into = torch.zeros_like(whole)
@@ -156,7 +156,7 @@ def test_parts_are_the_unit(tmp_path, bytes_max):
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", ONE_BYTE + FLOAT8 + COMPLEX)
-def test_values_of_any_size_beside_twenty_bytes_of_state_come_back(tmp_path, name):
+def test_values_of_any_element_size_are_read_back_bit_for_bit(tmp_path, name):
     torch.manual_seed(1)
     dtype = getattr(torch, name)
     values = torch.randint(2 if dtype == torch.bool else 256, (200_000 * dtype.itemsize,), dtype=torch.uint8)
