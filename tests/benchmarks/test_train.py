@@ -137,7 +137,7 @@ class Trials:
     def get(self, _name, _asked, measure):
         return measure()
 
-    def show(self, text):
+    def print_line(self, text):
         pass
 
     def run(self, _work, _system, *, settings, **_):

@@ -102,7 +102,8 @@ def test_a_rank_whose_code_raises_or_hangs_is_named_on_all_others(tmp_path, faul
 @pytest.mark.parametrize("point", ["before groups", "in groups"])
 @pytest.mark.parametrize("fault", [KILL, pytest.param(STOP, marks=pytest.mark.slow)])
 def test_rank_lost_before_or_in_group_creation_is_named(tmp_path, fault, point):
-    # gloo waits until its timeout. Then the remaining ranks look for one another in torch's store.
+    # At "before groups", the remaining ranks miss rank 1 in torch's store. At "in groups", they first wait for gloo's
+    # timeout, and then look for one another in torch's store.
     ranks = lives(tmp_path, 3, fault=fault, point=point, timeout=2.0)
     survived(ranks, seconds=30.0)
     assert all("rank 1 is gone" in ranks[rank]["error"] for rank in (0, 2))

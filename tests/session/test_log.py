@@ -180,7 +180,7 @@ def test_close_reports_its_progress(tmp_path, progress):
     assert 0 < done[0] < done[-1] <= totals[0]
 
 
-def test_one_interrupt_of_close_loses_nothing(tmp_path, progress, caplog):
+def test_close_continues_after_one_interrupt_and_loses_no_step(tmp_path, progress, caplog):
     progress.times = 1
     saved, optimizer = stepped(tmp_path / "store")
     with caplog.at_level(logging.WARNING, "memascend"), pytest.raises(KeyboardInterrupt):

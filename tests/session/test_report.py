@@ -93,7 +93,7 @@ def test_report_text_names_memory_and_steps_and_plot_needs_matplotlib(tmp_path, 
 
 
 @pytest.mark.parametrize("gradients", ["ssd", "ram"])
-def test_a_gradient_that_is_added_to_counts_once(tmp_path, gradients):
+def test_report_counts_an_accumulated_gradient_once(tmp_path, gradients):
     model, optimizer = trained(tmp_path, steps=1, gradients=gradients)
     with optimizer:
         of_model = sum(parameter.nbytes for parameter in model.parameters())

@@ -90,7 +90,7 @@ def test_direct_call_of_module_forward_has_plain_parameters(tmp_path):
     assert kinds == [nn.Parameter, nn.Parameter]
 
 
-def test_a_module_that_cannot_have_all_of_its_units_materializes_none(tmp_path, monkeypatch):
+def test_module_releases_all_units_when_one_fails_to_materialize(tmp_path, monkeypatch):
     model = chain(bias=True)
     model[1].weight = model[0].weight  # layer 1 then needs the units of both layers
     model, optimizer = chains.offloaded(tmp_path / "run.store", model, torch.optim.SGD, units=["0", "1"])

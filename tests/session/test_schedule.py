@@ -148,7 +148,7 @@ def test_schedulers_advance_in_order_and_step_calls_its_closure(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential", "object"])
-def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, kind):
+def test_failed_commit_leaves_scheduler_and_groups_unchanged(tmp_path, kind):
     model, optimizer, scheduler = scheduled(tmp_path / "s", kind)
 
     def seen():
@@ -179,7 +179,7 @@ def test_a_commit_that_fails_leaves_scheduler_and_groups(tmp_path, kind):
         assert scheduler.get_last_lr() == in_memory(kind, 2)[2]
 
 
-def test_a_scheduler_that_fails_commits_nothing(tmp_path):
+def test_step_commits_nothing_if_the_scheduler_raises(tmp_path):
     model, optimizer, scheduler = scheduled(tmp_path / "s", "one cycle")
     with optimizer:
         for step in range(STEPS):
@@ -195,7 +195,7 @@ def test_a_scheduler_that_fails_commits_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["cosine", "chained"])
 @pytest.mark.parametrize("gradients", ["fused", "ssd"])
-def test_a_scheduler_that_the_loop_advances_too_is_refused(tmp_path, gradients, kind):
+def test_step_rejects_a_scheduler_that_the_loop_also_advances(tmp_path, gradients, kind):
     model, optimizer, scheduler = scheduled(tmp_path / "s", kind, gradients=gradients)
     with optimizer:
         turn(model, optimizer, 0)
@@ -345,7 +345,7 @@ def as_earlier(schedule):
         one["moved"] = [*one.pop("fresh")]
 
 
-def test_a_store_of_an_earlier_version_resumes_twice(tmp_path):
+def test_schedule_in_earlier_format_resumes_and_rejects_differences(tmp_path):
     lived(tmp_path / "s", "object")
     rewritten(tmp_path / "s", as_earlier)
     with pytest.raises(ConfigError, match=OTHERS["object"][2]), opened(tmp_path / "s")[1] as optimizer:
@@ -354,7 +354,7 @@ def test_a_store_of_an_earlier_version_resumes_twice(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["refused", "saved"])
-def test_a_run_without_a_step_leaves_the_stored_scheduler(tmp_path, way):
+def test_run_without_a_step_does_not_change_the_stored_scheduler(tmp_path, way):
     rates = lived(tmp_path / "s", "one cycle", 2)
     before = stored(tmp_path / "s")
     _, optimizer = opened(tmp_path / "s")
@@ -435,7 +435,7 @@ def test_scheduler_that_fails_to_load_leaves_itself_and_groups_unchanged(tmp_pat
 
 
 @pytest.mark.parametrize("of", ["original", "returned"])
-def test_a_resume_warns_once_of_a_scheduler_that_it_does_not_restore(tmp_path, of):
+def test_resume_warns_once_about_scheduler_not_passed_to_schedule(tmp_path, of):
     model, optimizer = opened(tmp_path / "s")
     with optimizer:
         scheduler = SCHEDULERS["cosine"](optimizer)

@@ -85,7 +85,7 @@ def whole_mib(monkeypatch):
     return free
 
 
-def test_auto_budget_is_between_comfortable_and_what_the_run_can_use(tmp_path, whole_mib, caplog):
+def test_auto_budget_is_limited_to_host_peak_and_at_least_comfortable(tmp_path, whole_mib, caplog):
     caplog.set_level(logging.INFO, "memascend")
     _, optimizer = offloaded(tmp_path / "a.store", host_memory="auto")
     with optimizer:

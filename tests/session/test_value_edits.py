@@ -121,7 +121,7 @@ def stack():
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing", "unexpected"])
-def test_a_load_that_torch_refuses_changes_nothing(tmp_path, wrong):
+def test_failed_load_state_dict_changes_no_values(tmp_path, wrong):
     model, optimizer = made(tmp_path, stack())
     step(model, optimizer)
     before = values(model)

@@ -118,7 +118,7 @@ def test_fill_rejects_state_that_does_not_fit_the_record(tmp_path):
             filling.fill("bare", bare.values)
 
 
-def test_adam_begins_with_a_master_of_16_bit_values():
+def test_adam_state_has_a_float32_master_only_for_16_bit_values():
     values = torch.randn(5)
     assert engine.adam_state(values).keys() == {"exp_avg", "exp_avg_sq"}
     assert torch.equal(engine.adam_state(values.half())["master"], values.half().float())

@@ -92,7 +92,7 @@ def test_applied_update_has_same_bits_as_torch_in_memory(tmp_path, slots, spille
         )
 
 
-def test_strides_that_are_not_row_major_are_kept(tmp_path):
+def test_apply_keeps_strides_that_are_not_row_major(tmp_path):
     values = torch.randn(8, 6, 20, 30).contiguous(memory_format=torch.channels_last)
     order = engine.order_of(values)
     state = {"moment": torch.zeros_like(values)}

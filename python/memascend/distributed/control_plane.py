@@ -86,7 +86,7 @@ class Word(NamedTuple):
         return word if len(json.dumps(word)) <= _WORD_BYTES else word.apart()
 
     def apart(self) -> Word:
-        """Returns this word without sums: the summarized messages differ, or the sums do not fit into a word.
+        """Returns this word without sums, for messages that differ, and for sums that do not fit into a word.
 
         The state of the result is `_APART`, or `_LOST` if this word has that state.
         """

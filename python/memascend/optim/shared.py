@@ -150,8 +150,8 @@ def cloned(
 ) -> torch.optim.Optimizer:
     """Returns a copy of the optimizer, of the same class, with these attributes, groups and state.
 
-    `__init__` does not run, because its arguments are unknown. The copy has no hooks: hooks belong to a whole step, and
-    a copy steps a single parameter.
+    `__init__` does not run, because its arguments are unknown. The copy has no hooks: the user's hooks belong to whole
+    steps of the original optimizer.
     """
     copy: Any = object.__new__(type(optimizer))
     copy.__dict__.update(attributes)

@@ -140,7 +140,7 @@ class Report:
             "written": dict(self.written),
             "seconds": dict(self.seconds),
             "steps": self.steps,
-            "objects": {"Python objects": self.object_bytes},
+            "beside": {"Python objects": self.object_bytes},
         }
         if self.device_torch is not None:
             found["device"] = {**_as_json(self.device, self.device_budget), "torch": asdict(self.device_torch)}

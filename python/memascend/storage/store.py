@@ -246,7 +246,7 @@ class Store(_core.Store):
 
     def commit_with_ranks(self, commit: CommitOfOne, step: int, user_state: Any, hyperparameters: Any) -> int:
         """Commits by `commit` (`commit_as` of the store or of its engine), together with the other ranks, if any."""
-        arguments = (step, _json_of(user_state), _json_of(hyperparameters))
+        arguments = (step, _json_of("user_state", user_state), _json_of("hyperparameters", hyperparameters))
         if self._shared is None:
             return commit(*arguments, None, None)
         return self._shared.commit(lambda run, agree: commit(*arguments, run, agree))
@@ -276,12 +276,14 @@ class Store(_core.Store):
         return StorageError(f"{path} {_LOST[what]}", errno=errno.ENOENT, path=os.fspath(path))
 
 
-def _json_of(value: Any) -> str | None:
+def _json_of(name: str, value: Any) -> str | None:
     """Serialises a value as JSON; returns None for None, which keeps the committed value."""
     try:
         return None if value is None else json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"user_state and hyperparameters must be JSON values: {error}") from error
+        raise ConfigError(
+            f"{name} cannot be stored as JSON: {error}; use only dicts, lists, text, numbers, True, False and None"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,7 +253,8 @@ mod tests {
     fn pending_that_loses_the_race_for_a_name_leaves_the_winners_file() {
         let folder = Folder::new("race");
         let path = folder.path();
-        // While `late` opens the pending file, the winner fills that file and renames it.
+        // The callback runs when the call below has opened the pending file, and has not locked it yet. The winner then
+        // replaces that file by a pending file of its own, fills its file and renames it.
         let mut winner = None;
         let late = pending(&path, &mut || {
             if winner.is_none() {
