@@ -433,7 +433,7 @@ class Gradient:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
 
     def factors(self) -> tuple[float, ...] | None:
-        """Returns the recorded operations as fp32 factors; None if factors would not give the bits of torch's operations.
+        """Returns the recorded operations as fp32 factors; None if they would not give torch's bits.
 
         The update multiplies the gradient in fp32 by each factor, in order, and then rounds to the dtype. If
         `factors()` returns None, the update uses the result of `materialize()`.
