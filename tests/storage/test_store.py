@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,6 +135,20 @@ def test_fetch_rejects_unfit_memory_and_names_a_damaged_chunk(tmp_path):
     late.wait()
     with pytest.raises(UsageError):
         updates.fetch("two", pages(sizes.unit_bytes["two"]))
+
+
+class InterruptedDtype:
+    """Stands in for a dtype whose text is being computed when Ctrl-C is pressed."""
+
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_dtype_is_read_is_raised(tmp_path):
+    with made(tmp_path / "store") as store:
+        updates = engine.Engine(store)
+        with pytest.raises(KeyboardInterrupt):
+            updates.fetch("one", SimpleNamespace(dtype=InterruptedDtype()))
 
 
 @pytest.mark.parametrize("bytes_max", [8 << 10, 20 << 10, 1 << 20])

@@ -63,7 +63,7 @@ impl Lease {
         if !dtype.is_instance(&torch.getattr("dtype")?)? {
             return Err(config_error(py, format!("dtype must be a torch.dtype, not {}", shown(dtype))));
         }
-        if dtype.to_string().starts_with("torch.q") {
+        if dtype.str()?.to_cow()?.starts_with("torch.q") {
             // torch crashes on a quantized view of plain bytes.
             let message = format!("a lease cannot hold the quantized type {dtype}; use a tensor of integers");
             return Err(config_error(py, message));

@@ -26,7 +26,9 @@ fn nbytes_of(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
 }
 
 fn dtype_of(tensor: &Bound<'_, PyAny>) -> PyResult<String> {
-    Ok(tensor.getattr("dtype")?.to_string().trim_start_matches("torch.").into())
+    // `str()` of a dtype runs Python code, in which a Ctrl-C may be raised: return that exception.
+    let name = tensor.getattr("dtype")?.str()?;
+    Ok(name.to_cow()?.trim_start_matches("torch.").into())
 }
 
 fn shape_of(tensor: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
