@@ -56,7 +56,7 @@ class Assembly:
         """Builds the session of the run, and moves the model's buffers to the device; `undo` moves the buffers back.
 
         Raises:
-            MemoryLimitError: the device has too little memory for the buffers.
+            torch.OutOfMemoryError: the device has too little memory for the buffers.
         """
         session = self._session()
         move_buffers(self.subject.model, self._device, undo)

@@ -1,4 +1,4 @@
-"""Decides units, store records and the plan of a run from shapes alone; rejects models that cannot be offloaded."""
+"""Decides units, store records and plan of a run without reading values; rejects models that cannot be offloaded."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def planned(
     options: Options,
     ranks: int = 1,
 ) -> Decision:
-    """Makes the decision of `offload()` from shapes alone. The model may be on "meta", and does not change.
+    """Makes the decision of `offload()` without reading values. The model may be on "meta", and does not change.
 
     If several `ranks` shard the model, `options` and the returned decision are for one rank.
     """

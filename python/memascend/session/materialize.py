@@ -65,9 +65,11 @@ def materialized(model: torch.nn.Module, modify: bool = False) -> Iterator[None]
     Raises:
         UsageError: the model is not offloaded, is computing or is inside `materialized()` already; or code wrote to a
             copy of a weight. With `modify`, also: a step is staged; or the block replaced a parameter by a parameter
-            that does not fit, removed a parameter and added another, or gave a parameter memory that other code may
-            change.
-        ConfigError: the storage is a raw device, and `offload()` got no `scratch` folder for the files.
+            that does not fit, removed a parameter and added another, or gave a parameter values of another
+            shape, or memory that other code may change.
+        ConfigError: the storage is a raw device, and `offload()` got no `scratch` folder for the files. With `modify`,
+            also: the dtype or shape of a buffer changed.
+        StorageError: storage failed, or the files cannot be written; the last commit is intact.
         RankError: another rank failed in the block or is gone; nothing was committed.
     """
     if model in _MATERIALIZED:
@@ -241,8 +243,8 @@ def _misfit(name: str, what: str, why: str) -> UsageError:
 def _make_real(residency: Residency, units: list[CachedUnit], checksums: dict[str, str] | None) -> None:
     """Gives every parameter its values, in an unlinked file.
 
-    Appends each finished unit to `units`, so that `_release` can undo an interrupted call. `checksums`, unless it
-    is None, gets the checksum of each parameter's values, under the parameter's name.
+    Appends each unit to `units` before it changes the unit's parameters, so that `_release` can undo an interrupted
+    call. `checksums`, unless it is None, gets the checksum of each parameter's values, under the parameter's name.
     """
     for unit in residency.units.all:
         copies = [residency.copy_of(place) for place in unit.places]
@@ -399,9 +401,10 @@ class Saving:
     def _write(self, own: StoreContents, write: Callable[[Sequence[Content], Fill], None]) -> None:
         """Writes the checkpoint's files.
 
-        The only process, or the first rank, calls `write`, which creates the files. `Shares.fill` writes the rows of
-        all ranks into these files: each rank writes its own rows if all ranks can write to the folder. Otherwise the
-        ranks of the first replica send their rows to the first rank, which writes them.
+        The only process, or the first rank, calls `write`, which creates the files. The only process writes all rows
+        into these files. With several ranks, `Shares.fill` writes the rows: each rank writes its own rows if all ranks
+        can write to the folder. Otherwise the ranks of the first replica send their rows to the first rank, which
+        writes them.
         """
         sharding, exchange, shares = self._sharding, self._exchange, self._shares
         if sharding is None or shares is None or isinstance(exchange, Alone):

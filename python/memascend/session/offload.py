@@ -92,7 +92,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             commit, and its `members` are the given optimizers.
         storage: a folder, file or raw block device, or a list of these, over which the store is striped; None: a
             temporary file, whose data is lost when the process ends. "~" is the user's home. A path that ends in "/"
-            names a folder, which is created if it is missing; any other missing path becomes a file.
+            names a folder, which is created if it is missing. In one process, any other missing path becomes a file.
+            With several ranks, a path without "{rank}" and "{local_rank}" names a folder with the stores of all ranks.
         existing: the action if `storage` already has a store. "refuse": raise an error. "resume": continue from the
             store's last committed step, or create a store if there is none. "replace": overwrite the store. "previous":
             drop the last commit, and resume from the commit before it. Every byte of that earlier commit is first read
@@ -106,7 +107,7 @@ def offload(  # noqa: PLR0913 - options are keywords
             half of that memory, because torch needs memory there, too. A resume with "auto" uses the store's earlier
             budget if that much memory is free. None, "default" and "auto" are not hard limits: a step that needs more
             memory gets it. Memory of the budget that streaming does not need keeps parameters and their optimizer state
-            in RAM, beginning with the first parameters of the model; `offload` reads these parameters once.
+            in RAM: first those of the model's first unit, if they fit, then those of units at equal distances.
         device: the device that computes the model: "cpu", "cuda", "cuda:1"; None: CUDA if the machine has it. `offload`
             moves the model's buffers to the device; your loop moves the batches, as it does without offloading. Updates
             run on the CPU.
@@ -115,8 +116,8 @@ def offload(  # noqa: PLR0913 - options are keywords
             memascend chooses after the first step, by what the loop did in that step, such as clipping.
         nonfinite: the action of `step()` if the norm of all gradients is infinite or NaN. "raise": raise an error, and
             change nothing. "skip": drop the step and set `overflowed`. "commit": update, as torch does. With
-            gradients="fused" and without clipping, the norm is known only after the commit, so "raise" only warns. With
-            a loss scale, a step that overflows is always skipped.
+            gradients="fused", which "auto" may choose, `step()` may know the norm only after the commit; "raise" then
+            only warns. With a loss scale, a step that overflows is always skipped.
         max_grad_norm: clip the global norm of the gradients to this value in `step()`; None: do not clip.
         accumulation_steps: number of `backward()` calls per `step()`. gradients="ssd" and "ram" do not need this
             number, because they allow any number of calls.
@@ -216,7 +217,7 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
     """Plans, opens the store, and offloads the parameters.
 
     If an error occurs before `Assembly.offload` is called, `undo` reverts all changes to the model. After a later
-    error, `undo` only closes the resources.
+    error, parameters that were offloaded stay offloaded.
     """
     exchange = exchange_of(subject.sharding)
     with contextlib.ExitStack() as undo:
@@ -250,7 +251,7 @@ def _offloaded(subject: Subject, turn: Turn) -> OffloadedOptimizer:
 
 
 def _prepared(subject: Subject, turn: Turn, undo: contextlib.ExitStack) -> Assembly:
-    """Plans, opens the store, fills a new store or restores an existing one, and allocates the memory of the run.
+    """Plans, opens the store, fills a new store or reads an existing one, and allocates the memory of the run.
 
     Does not change the model's parameters.
     """

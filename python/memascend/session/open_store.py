@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from memascend.session.optimizer import OffloadedOptimizer
     from memascend.storage import Engine, Store
 
-    # The source of a store's first values. `FirstValues.prepare` calls its method `check` before anything is written.
+    # The source of a store's first values. `FirstValues.prepare` calls its method `check` before a value is written.
     # Then `FirstValues.write` reads each parameter once.
     ValueSource = ModelValues | CheckpointValues | EarlierValues | Refill
 
@@ -50,9 +50,9 @@ RUNS: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
 
 
 def holds(run: OffloadedOptimizer, paths: Sequence[str]) -> str | None:
-    """Returns the file of the run's store, or None.
+    """Returns a file of the run's store that is at one of `paths`.
 
-    The result is None if the store is not open in this process, or if the file is not at one of `paths`.
+    The result is None if there is no such file, or if the store is not open in this process.
     """
     resources = session_of(run).run.resources
     # A forked child must not call the store: a thread that exists only in the parent may hold the store's locks.
@@ -223,7 +223,7 @@ def _hyperparameters(store: Store) -> dict[str, Any]:
 
 
 def end_log(store: Store, engine: Engine) -> None:
-    """Replays the gradient log of a store that was not closed, so that all records have the state of the last step."""
+    """Replays the gradient log, if it has steps, so that all records have the state of the last step."""
     steps = store.info()["log_steps"]
     if not steps:
         return
@@ -278,7 +278,7 @@ class FirstValues:
         undo.callback(self._meta_buffers.uninstall)
 
     def prepare(self, *, created: bool) -> None:
-        """Checks the first values before anything is written, and computes buffers that were on meta.
+        """Checks the first values before one of them is written, and computes buffers that were on meta.
 
         `created`: the store is new. Otherwise the store has the values, so only the buffers are computed.
         """

@@ -119,6 +119,8 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         Raises:
             UsageError: `step` is not allowed now or cannot give an exact result, or the norm of the gradients is not
                 finite (`nonfinite="raise"`); the message says what to do instead.
+            ConfigError: the model has a new trainable parameter, the dtype or shape of a buffer changed, or the
+                schedulers' state cannot be stored.
             StorageError: storage failed; the last committed step is intact.
             RankError: another rank failed or is gone; the message says how to continue.
         """
@@ -153,10 +155,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
         Raises:
             ConfigError: an argument is not a scheduler of this optimizer, or was passed twice; `step()` of a scheduler
-                needs a metric; the schedulers' state cannot be stored as JSON, or is too large for a commit; or the
-                class, arguments or initial learning rates of a scheduler differ from the stored run. Nothing was
-                changed.
-            UsageError: a step is staged.
+                needs an argument; a wrapper of accelerate advances its scheduler once for each rank; the schedulers'
+                state cannot be stored as JSON, or is too large for a commit; or the class, arguments or initial
+                learning rates of a scheduler differ from the stored run. Nothing was changed.
+            UsageError: the call is not allowed now, for example because a step is staged.
+            StorageError: the store has schedulers that memascend cannot have written.
         """
         if not schedulers:
             raise ConfigError("schedule() was given no scheduler: pass the schedulers that step() is to advance")
@@ -168,7 +171,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
         With `set_to_none=False`, gradients become zeros, which `step()` applies as torch does.
 
         Raises:
-            UsageError: `set_to_none=False`, but updates have already run (`gradients="fused"`).
+            UsageError: `set_to_none=False`, but an update has already used a gradient.
         """
         self._session.zero_grad(set_to_none=set_to_none)
 
@@ -319,8 +322,11 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
                 the block gets a list of tensors.
 
         Raises:
-            ConfigError: `parameters` are not parameters of the offloaded model.
-            UsageError: a step is staged, or the weights were changed in another way within the block.
+            ConfigError: `parameters` are not parameters of the offloaded model; the storage is a raw device, and
+                `offload()` got no `scratch` folder; or the dtype or shape of a buffer changed.
+            UsageError: the call is not allowed now, for example because a step is staged; or the block changed the
+                weights in another way, or replaced the tensors or their dtype or shape.
+            StorageError: storage failed; the last commit is intact.
             RankError: another rank failed; nothing was committed.
         """
         if isinstance(parameters, torch.Tensor):
@@ -353,8 +359,9 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
             folder: the folder of the checkpoint; on the first rank its parent must exist.
 
         Raises:
-            UsageError: a step is staged.
-            ConfigError: the folder has other contents, its parent does not exist, or the path is not valid.
+            UsageError: the call is not allowed now, for example because a step is staged.
+            ConfigError: the folder has other contents, its parent does not exist, or the path is not valid; the dtype
+                or shape of a buffer changed; or safetensors does not support a dtype.
             StorageError: the disk is full, or the device failed; an earlier checkpoint is unchanged.
             RankError: another rank failed; the message has the error of that rank. An earlier checkpoint is unchanged.
         """
@@ -413,10 +420,10 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
 
         The commit of a temporary store is lost, too. Changes since the last step of buffers (for example, by
         `torch.optim.swa_utils.update_bn`) and of the groups' options are added to the last commit. They are lost if the
-        run has several ranks, if the norm of the last step is not finite, or while an exception is handled. Changes of
-        buffers are also lost if a forward in training mode with gradients ran after the last step, because a resume
-        repeats that forward. `close` warns of changes of buffers that it drops because of several ranks, or because of
-        a forward whose gradients are not staged.
+        run has several ranks, while an exception is handled, or if the norm of the last step is not finite and
+        `nonfinite` is not "commit". Changes of buffers are also lost if a forward in training mode with gradients ran
+        after the last step, because a resume repeats that forward. `close` warns of changes of buffers that it drops
+        because of several ranks, or because of a forward whose gradients are not staged.
 
         Raises:
             UsageError: code wrote to a copy of a weight; the run is closed nevertheless.

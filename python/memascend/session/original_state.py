@@ -66,7 +66,7 @@ def leave(optimizer: torch.optim.Optimizer, offloaded: OffloadedOptimizer) -> No
     """Empties the state of the original optimizer, and makes later lookups in the state raise UsageError.
 
     If other code still refers to a tensor of the old state, access to the tensor raises an error, too, unless several
-    parameters share the tensor.
+    parameters, or an attribute of the optimizer, share the tensor.
     """
     state = optimizer.state
     # Counts in how many states and attributes of the optimizer each value occurs. A value that occurs several times,

@@ -126,7 +126,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all figures as JSON values.
+        """Returns figures of the report as JSON values.
 
         Some keys exist only under a condition. "device": a device computes the model. "ram_tier": reads were saved by
         parameters kept in RAM. "log": the plan has a gradient log. "early": updates began before `step()`. "deferred":
@@ -266,7 +266,7 @@ class Measurements:
     """Collects the figures of a run and makes reports of them."""
 
     def __init__(self, run: Run, decision: Decision, *, mentions: bool = False) -> None:
-        """`mentions`: log once, after some steps, how much faster a step would be with all free memory as budget."""
+        """`mentions`: log once, after some steps, if a larger budget would make a step much faster."""
         self._run = run
         self._resources = run.resources
         self._planned = decision.plan
@@ -320,7 +320,7 @@ class Measurements:
             self._mention_larger_budget()
 
     def _mention_larger_budget(self) -> None:
-        """Logs the gain of a larger budget once. Does not measure the first step, which is not like later steps."""
+        """Logs the gain of a larger budget at most once. Leaves out the first step, which is not like later steps."""
         report = self.report()
         if self._first is None:
             self._first = report
@@ -416,7 +416,7 @@ class Measurements:
         return read, written
 
     def _owners(self) -> dict[str, Owner]:
-        """Returns memascend's host memory by owner. An owner without memory is left out unless `always` has it."""
+        """Returns memascend's host memory by owner. Leaves out owners of `sizes` without memory, unless in `always`."""
         resources = self._resources
         info, counters = resources.store.info(), resources.engine.counters()
         # `staging_bytes` includes the engine's buffer for whole parameters.

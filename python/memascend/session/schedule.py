@@ -293,7 +293,7 @@ class Schedule:
             self._now, self._before = self._before, None
 
     def committed(self) -> dict[str, Any]:
-        """Returns the schedulers' entry for a commit or checkpoint, as {"schedule": ...}; {} without schedulers."""
+        """Returns the schedulers' entry for a commit or checkpoint, as {"schedule": ...}; {} if there is no entry."""
         if self._now is None:
             # A resumed run to which no scheduler was given keeps the stored entry until its first step.
             stored = None if self._stepped else (self._store.hyperparameters or {}).get("schedule")
@@ -313,7 +313,7 @@ class Schedule:
     # --- trainers that advance schedulers themselves -------------------------------------------
 
     def rewind(self) -> None:
-        """Restores schedulers and groups to their state before the last step, whose commit advanced the schedulers.
+        """Restores schedulers and groups to their state before the last step advanced the schedulers.
 
         A trainer then logs the learning rate of that step, and advances the schedulers itself.
         """
@@ -421,7 +421,7 @@ def _entries(scheduler: Any) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and value of each leaf: descends into dicts with text keys, and into lists that contain dicts."""
+    """Yields path and value of each leaf: descends into dicts with text keys without dots, and lists with dicts."""
     parts: Iterable[tuple[Any, Any]] | None = None
     if isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
         parts = value.items()

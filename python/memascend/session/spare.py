@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memascend")
 # The longest time that a run waits while another run holds the lock. A run holds the lock for some seconds, from the
-# moment it reads how much memory is free until it has allocated its own memory.
+# moment it reads how much memory is free until it has allocated most of its memory.
 _TURN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 
@@ -43,7 +43,7 @@ class Turn:
         self._descriptor: int | None = None
 
     def wait(self, seconds: float) -> None:
-        """Takes the lock. Continues without the lock, with a log warning, after `seconds` or if no folder is usable."""
+        """Takes the lock. Continues without it, with a log warning, after `seconds` or if it cannot open the folder."""
         folder = next((one for one in ("/dev/shm", tempfile.gettempdir()) if Path(one).is_dir()), "/")  # noqa: S108
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -85,7 +85,7 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
 
     A resume uses the budget that its store recorded, if that much memory is free. All ranks use the smallest budget of
     all ranks. When this function returns a budget, one rank of each machine holds `turn`, if it could take the lock.
-    The caller must end `turn` once the ranks have allocated their memory.
+    The caller must end `turn` once the ranks have allocated most of their memory.
 
     Raises:
         ConfigError: some ranks, but not all, have `host_memory="auto"`.
@@ -106,8 +106,8 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
     exchange.all_values(None)
     holder = next((run for run in list(RUNS) if holds(run, options.paths or ()) is not None), None)
     if holder is not None and spare.machine is None:
-        # A run of this process has the store open. This call will close that run, so the memory of that run counts as
-        # free.
+        # A run of this process has the store open. If this call is not rejected, it closes that run, so the memory of
+        # that run counts as free.
         here = HostMemory.here()
         spare = replace(spare, machine=replace(here, available=here.available + session_of(holder).report().total))
     stored = _stored_budget(options, holder) if options.resumes else None
@@ -117,7 +117,7 @@ def agreed(options: Options, exchange: Exchange | Alone, turn: Turn, *, on_host:
 
 
 def _stored_budget(options: Options, holder: OffloadedOptimizer | None) -> int | None:
-    """Returns the budget in the last commit of the store; None if no store exists, or its commit has no budget."""
+    """Returns the budget in the last commit of the store; None if no store can be read, or its commit has no budget."""
     if holder is not None:
         return _budget_in(session_of(holder).run.metadata.hyperparameters())
     # A StorageError is suppressed here: `offload()` raises it again when it opens the store.

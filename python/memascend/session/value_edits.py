@@ -298,7 +298,7 @@ def _rewritten(chunk: Chunk) -> None:
 
 
 def switch_mode(edits: Edits, mode: str) -> None:
-    """Runs `train()` or `eval()` of the optimizer (`mode`), and adds the resulting changes to the last committed step.
+    """Runs `train()` or `eval()` of the optimizer (`mode`), and adds changes of parameters to the last committed step.
 
     Raises:
         UsageError: a step is staged, a unit is in use, or code wrote to a copy of a weight.
