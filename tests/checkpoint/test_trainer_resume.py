@@ -235,7 +235,7 @@ CHANGES = {
     "arguments": (ARGUMENTS, "; ".join(rf"{name} \S+ -> {value}" for name, value in ARGUMENTS.items())),
     "epochs": (
         {"num_train_epochs": 3},
-        "num_train_epochs 2 -> 3. Nothing was changed: only a training with a constant schedule",
+        "num_train_epochs 2 -> 3. No step was trained: only a training with a constant schedule",
     ),
     "fewer rows": ({"data": rows(49)}, "data 50 rows .* -> 49 rows"),
     "the last row": ({"data": [*rows()[:-1], rows()[0]]}, "data 50 rows .* -> 50 rows"),

@@ -216,7 +216,7 @@ class Activations:
     def _reap(self) -> None:
         """Drops the pieces of deleted `SavedActivation` objects.
 
-        `Chunks` frees the chunk and the disk space of a dropped piece once no transfer uses them.
+        `Chunks` frees the chunk and the disk space of a dropped piece once no copy or transfer uses them.
         """
         while self.dropped:
             for piece in self.dropped.popleft():

@@ -112,8 +112,8 @@ class DeviceArena:
         except torch.OutOfMemoryError as error:
             free = device.free()
             raise MemoryLimitError(
-                f"units need {size_option(nbytes)} of memory on {device.torch_device}, but only "
-                f"{size_option(free, up=False)} is free: pass a smaller "
+                f"torch could not allocate {size_option(nbytes)} for units on {device.torch_device}, which has "
+                f"{size_option(free, up=False)} of free memory: pass a smaller "
                 "device_memory=, or release other memory on the device",
                 needed=nbytes,
                 available=free,
@@ -161,8 +161,8 @@ class DeviceArena:
     def used(self, tensor: torch.Tensor) -> bool:
         """Records that the caller's current stream computes with a lease.
 
-        Returns True at the stream's first call for this lease, and False if `tensor` is not a lease of this arena.
-        See [Note: reuse of slots].
+        Returns True only at the stream's first call for this lease; returns False if `tensor` is not a lease of this
+        arena. See [Note: reuse of slots].
         """
         slot = self._slots.get(torch.Tensor.untyped_storage(tensor).data_ptr())
         with failures_named(self._device):

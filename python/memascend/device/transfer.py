@@ -351,8 +351,8 @@ class DeviceEngine:
     ) -> None:
         """Makes the engine read gradients through two windows, except gradients of records in the `ram_tier`.
 
-        Gradients of the RAM tier wait in host memory until step(), so they are copied whole. The windows are pinned
-        uint8 tensors of equal size. A window is not smaller than the gradient bytes that a chunk of an update reads.
+        Gradients of the RAM tier wait in host memory until step(), so they are copied whole. `windows` must be two
+        pinned uint8 tensors of equal size, at least as large as the gradient bytes that a chunk of an update reads.
         """
         self._engine = engine
         self._ram_tier = frozenset(ram_tier)
@@ -419,7 +419,7 @@ class DeviceEngine:
     def _window(self, gradient: _Gradient, start: int, nbytes: int) -> tuple[int, int, int]:
         """Finds a window with `nbytes` of a gradient, from byte `start` on; if there is none, fills a window.
 
-        Also begins to copy the bytes after this window to the other window.
+        Also begins to copy the bytes after this window, if there are any, to the other window.
 
         Returns:
             The address of a window, the index of its first byte in the gradient, and its number of bytes.

@@ -254,7 +254,7 @@ def _block_plain_resume(folder: Path) -> None:
 
 
 def _require_plain(trainer: Any) -> None:
-    """Rejects settings that make an exact resume impossible, or that silently replace the model or the optimizer."""
+    """Rejects settings, losses and callbacks that `memascend.trainer.offload()` does not support."""
     args = trainer.args
     if trainer.model_init is not None:
         raise ConfigError(

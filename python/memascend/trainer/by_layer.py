@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 # Packages whose code was tested: a step by layer gives the same results as one micro-batch after the other.
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "trl", "memascend"})
-# The Trainers whose training_step() and compute_loss() were tested by layer: module -> class. Other Trainers of TRL
-# switch adapters or checkpointing on and off within these two methods.
+# The Trainers whose training_step() and compute_loss() were tested by layer: module -> class. Some other Trainers
+# of TRL switch adapters or checkpointing on and off within these two methods.
 _TESTED = {
     "transformers.trainer": "Trainer",
     "trl.trainer.sft_trainer": "SFTTrainer",
@@ -142,9 +142,9 @@ class Room:
         self._before, self._peak = 0, 0
 
     def measured(self, step: Callable[[Any], Any], model: torch.nn.Module) -> Callable[[Any], Any]:
-        """Wraps `step`, which computes the loss of one micro-batch.
+        """Returns a wrapper of `step`, which computes the loss of one micro-batch.
 
-        The first call of the wrapper measures GPU memory.
+        The first call of the wrapper measures GPU memory. Without a GPU, or after the measurement, returns `step`.
         """
         if self._device.type != "cuda" or self._peak:
             return step

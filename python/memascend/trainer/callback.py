@@ -107,9 +107,10 @@ class Callback(TrainerCallback):
         self._before = counted_in(self._session.report())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **others: Any) -> None:
-        """If `is_streamed()`, replaces the model's `save_pretrained` by a function that streams from the store.
+        """Ends the check of weights that are loaded, and calls `_schedule()`.
 
-        From now on, steps also commit the Trainer's scheduler, and weights that are loaded are not checked.
+        If `is_streamed()`, and without `save_only_model`, also replaces the model's `save_pretrained` by a function
+        that streams from the store.
         """
         if self._session is None:
             self.attach(others.get("optimizer"))
@@ -124,7 +125,7 @@ class Callback(TrainerCallback):
             model.save_pretrained = _Saving(model.save_pretrained, self._session, state)
 
     def _schedule(self, scheduler: Any) -> None:
-        """Makes each step commit the Trainer's scheduler.
+        """Makes each step commit the Trainer's scheduler, unless the scheduler needs a metric or cannot be stored.
 
         The scheduler already has its initial or its resumed state.
         """
@@ -207,7 +208,7 @@ class Callback(TrainerCallback):
 
 
 def counted_in(report: Report) -> tuple[int, int, float]:
-    """Returns three totals of the training: the bytes read, the bytes written, and the seconds of waiting."""
+    """Returns three totals of a report: bytes read, bytes written (without first values), and seconds of waiting."""
     # Do not count the first values, because offload() wrote them before the training.
     written = sum(nbytes for kind, nbytes in report.written.items() if kind != "first values")
     return sum(report.read.values()), written, sum(report.seconds.get(stage, 0.0) for stage in WAITING)
@@ -216,8 +217,8 @@ def counted_in(report: Report) -> tuple[int, int, float]:
 class _Saving:
     """Replaces a model's `save_pretrained` during training: streams the Trainer's checkpoints with all optimizer state.
 
-    Passes a call to the model's own `save_pretrained` if the folder is not the Trainer's checkpoint, or if the call has
-    arguments other than None and True.
+    Passes a call to the model's own `save_pretrained` if the folder is not the Trainer's checkpoint, if the call has
+    arguments other than None and True, or if the run is closed.
     """
 
     def __init__(self, own: Callable[..., Any], session: Session, state: TrainerState) -> None:

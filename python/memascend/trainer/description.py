@@ -123,7 +123,7 @@ def _losses(trainer: Any) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Any) -> dict[str, Any]:
-    """Describes the class and the options of an optimizer before its first step. Returns {} if `optimizer` is None."""
+    """Describes the class and the options of an optimizer, which must not have stepped yet. Returns {} for None."""
     if optimizer is None:
         return {}
     groups = optimizer.param_groups
@@ -137,7 +137,10 @@ def _option(value: Any) -> Any:
 
 
 def _data(data: Any) -> str:
-    """Describes a data set by its length and a digest of some rows. For a stream, `Feed` compares batches instead."""
+    """Describes a data set by its length and, if reading rows draws no random numbers, a digest of some rows.
+
+    For a stream, `Feed` compares batches instead.
+    """
     if data is None or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or isinstance(data, dict):
         return "a stream"
     count = len(data)
@@ -254,7 +257,8 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
     """Rejects a run that differs from the run of the position `kept`.
 
     Under a constant schedule, `run` may have another number of steps or epochs, but may not end before the stored step.
-    Another number of ranks is allowed if each step keeps its examples.
+    These numbers must stay the same if the warmup is a share of the steps, or if the store has the weights of the best
+    checkpoint. Another number of ranks is allowed if each step keeps its examples.
 
     Compares only the entries that both descriptions have, because another version of a library may have more or fewer
     arguments.
@@ -293,9 +297,9 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
         elif longer and may_grow:
             longer = ""
         raise ConfigError(
-            f"the store holds another training, after step {kept['step']}: {'; '.join(found)}. Nothing was "
-            f'changed: {longer}restore the earlier settings, pass another storage=, or pass existing="replace" to '
-            "start again"
+            f"the store or the checkpoint holds another training, after step {kept['step']}: {'; '.join(found)}. No "
+            f"step was trained: {longer}restore the earlier settings. To start again, pass another storage= or "
+            'existing="replace", and no checkpoint='
         )
 
 

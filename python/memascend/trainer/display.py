@@ -117,7 +117,7 @@ class Display(TrainerCallback):
             _print(f"memascend: step {state.global_step} of {state.max_steps}: {self._line}")
 
     def end(self) -> None:
-        """Prints the steps, time and written bytes of this process, and the bytes that all processes wrote together.
+        """Prints steps, time and written bytes of this process; after a resume, also the bytes of the whole training.
 
         `Resume.train()` calls this method after the training.
         """

@@ -24,7 +24,8 @@ class Feed:
     before the newest fetch, because a collator may draw random numbers during the fetch.
 
     `Feed` records the states of the process's generators. In attributes that end in `_own`, `Feed` also records the
-    states of the program's generators, which the data set, the collator and the sampler hold.
+    states of the program's generators, which the data set, the collator and the sampler hold; `taken()` adds their
+    current states.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -241,9 +242,9 @@ class Feed:
     def _restore(self, states: dict[str, Any], *, are_all: bool) -> None:
         """Sets states of the program's generators.
 
-        With `are_all`, every generator in `states` must exist. If a generator is missing, this method first collates a
-        batch, because the program may make its generators at their first use. Without `are_all`, skips missing
-        generators.
+        With `are_all`, every generator in `states` must exist. If a generator is missing, and the data is not a stream,
+        this method first collates a batch, because the program may make its generators at their first use. Without
+        `are_all`, skips missing generators.
         """
         found = self._generators()
         if are_all and not states.keys() <= found.keys() and not self._streams:

@@ -1,4 +1,4 @@
-"""Lists the private names of transformers, accelerate and TRL that memascend.trainer uses; checks that they exist."""
+"""Lists private names of transformers, accelerate and TRL; checks that the methods and functions among them exist."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def offload_both(trainer: Any, options: dict[str, Any]) -> OffloadedOptimizer:
 
     Raises:
         ConfigError: one of the models cannot be offloaded.
-        BudgetError: the budget is too small for both models.
+        BudgetError: a budget is too small for the models.
     """
     reference = getattr(trainer, "ref_model", None)
     if not isinstance(reference, torch.nn.Module) or trainer.is_fsdp_enabled:

@@ -10,8 +10,8 @@ training.
 - In `on_train_begin`, the Trainer has the state of a checkpoint at step N. In `on_epoch_begin`, the Trainer has the
   state at the start of the resumed epoch. If callbacks change weights in these two events, `session.edits.repeat()`
   drops the changes, because the store already has them.
-- When a training ends, one more commit at the last step records the end. The next start of an ended training then
-  repeats no step.
+- When a training ends, one more commit at the last step records the end. The next start then repeats no step, unless
+  the Trainer's arguments make the training longer.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class Resume:
         Raises:
             UsageError: `train()` was called before, the Trainer's arguments were changed after
                 `memascend.trainer.offload()`, or the checkpoint belongs to another training or to another position.
+            ConfigError: a commit cannot store the scheduler, or random numbers of the data; or the run or its data
+                differs from the stored run.
         """
         if self._trains:
             raise UsageError(
@@ -202,7 +204,7 @@ class Resume:
         """Rejects a checkpoint of another training or position.
 
         At a resume, accepts the newest checkpoint if it has an earlier step of the store's training, because the store
-        may have committed more steps after this checkpoint. Also accepts a folder without checkpoints.
+        may have committed more steps after this checkpoint. Also accepts True if `output_dir` has no checkpoint.
         """
         found: Any = names.newest_checkpoint(self._trainer.args.output_dir) if folder is True else folder
         metadata = self._session.run.metadata
@@ -296,6 +298,7 @@ class Resume:
         Raises:
             ConfigError: a commit cannot store the scheduler, or the run differs from the stored run.
             UsageError: under FSDP2, the checkpoint belongs to another training or to another position.
+            MemascendError: under FSDP2, `memascend.offload()` failed.
         """
         prepared = self._own["_prepare_for_training"](*given, **named)
         if self._late is not None:
@@ -348,7 +351,7 @@ class Resume:
     def _load_rng_state(self, *given: Any, **named: Any) -> None:
         """Loads the random states of a checkpoint.
 
-        Does nothing at a resume: `_repeated()` restores the random states of the commit.
+        Does nothing at a resume: if a step is repeated, `_repeated()` restores the random states of the commit.
         """
         if self._kept is None:
             self._own["_load_rng_state"](*given, **named)
