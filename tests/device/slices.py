@@ -128,7 +128,7 @@ def tested(options, answer, env, until):
             if status is None:
                 how = f"did not end, {count} times; the last time in a process of {time.monotonic() - began:.0f} s"
             with answer.open("a") as file:
-                file.write(json.dumps({"end": name, "outcome": "failed", "seconds": 0, "said": how}) + "\n")
+                file.write(json.dumps({"end": name, "outcome": "failed", "seconds": 0, "output": how}) + "\n")
     return False
 
 
@@ -138,13 +138,13 @@ def summary(options, answer, *, complete):
     names = next((line["all"] for line in reversed(lines(answer)) if "all" in line), [])
     counts = Counter(line["outcome"] for line in done.values())
     failed = {name: line for name, line in done.items() if line["outcome"] == "failed"}
-    skipped = Counter(line["said"] for line in done.values() if line["outcome"] == "skipped")
+    skipped = Counter(line["output"] for line in done.values() if line["outcome"] == "skipped")
     slowest = sorted(done.values(), key=lambda line: -line["seconds"])[:5]
     text = [
         f"{len(done)} of {len(names)} tests: " + ", ".join(f"{count} {of}" for of, count in sorted(counts.items())),
         *(f"skipped {count}: {reason}" for reason, count in skipped.most_common()),
         *(f"slowest: {line['seconds']:.1f} s {line['end']}" for line in slowest),
-        *(f"\nFAILED {name}\n{line['said']}" for name, line in failed.items()),
+        *(f"\nFAILED {name}\n{line['output']}" for name, line in failed.items()),
         "\nall done" if complete else "\nnot done yet: run it again",
     ]
     (options.state / "summary.txt").write_text("\n".join(text) + "\n")

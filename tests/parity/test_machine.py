@@ -54,7 +54,7 @@ def run(waits, examples, *, derandomize):
 WAITS = (None, "fused", "auto")
 HAPPENS = {
     "in RAM True", "in RAM False", "killed before", "killed after", "killed between", "refused as unclosed",
-    "ended by close", "ended by checkpoint", "a commit failed", "a view was kept", "a view was kept before a door",
+    "ended by close", "ended by checkpoint", "a commit failed", "a view was kept", "a view was kept before an edit",
     "overflows", "steps ssd", "steps ram", "steps fused", "early", "anew", "deferred, None", "deferred, forward",
     "deferred, backward", "refused: accumulation_steps|already used", "refused: max_grad_norm", "refused: gradients=",
     "refused: was not committed",
