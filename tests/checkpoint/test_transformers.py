@@ -141,7 +141,7 @@ def test_save_warns_of_names_that_from_pretrained_misreads(tmp_path, monkeypatch
 
 
 def test_head_untied_in_the_files_is_rejected_with_a_working_remedy(tmp_path):
-    # Flan-T5's config ties the head to the embedding, but its files have different values for the head.
+    # As for Flan-T5, transformers ties the head to the embedding, but the files have different values for the head.
     # from_pretrained() loads the values of the files.
     config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     torch.manual_seed(0)

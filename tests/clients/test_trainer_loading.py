@@ -278,8 +278,8 @@ def large_and_quantized(folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kind", "make"), [("sft", large), ("dpo", large), ("sft", large_and_quantized)])
 def test_a_model_larger_than_the_cgroups_memory_trains(tmp_path, cgroup, kind, make):
-    # The model's values, once dequantised, are larger than the cgroup's limit. The kernel would kill a process that
-    # loaded all values.
+    # Without quantisation, the model's values are larger than the cgroup's limit. The kernel would kill a process that
+    # loaded all these values.
     assert make(tmp_path / "model") > 1.5 * LIMIT
     (tmp_path / "run").mkdir()
     first = program(kind, tmp_path / "model", tmp_path / "run", cgroup, LIMIT)

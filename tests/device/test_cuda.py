@@ -1,4 +1,4 @@
-"""Tests that need a real CUDA device: streams, waits, registered memory, attention kernels, a lost context."""
+"""Tests on a CUDA device: streams, waits, registered memory, attention kernels, a lost context."""
 
 import os
 import sys

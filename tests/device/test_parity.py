@@ -100,7 +100,7 @@ def reference(case, device):
 
 
 def offloaded(case, device, gradients, folder, ram_tier=None):
-    """Runs the case offloaded. Begins with budgets that are too small, then uses the budgets that the errors name.
+    """Runs the case offloaded. If a budget is too small, tries the budget that the error names.
 
     `ram_tier` has options that keep all state in RAM. None: the run keeps no state in RAM.
     """
@@ -180,7 +180,7 @@ def held():
 # torch warns that gradients may be slow, because the placeholder of an offloaded parameter has other strides than the
 # parameter's values.
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract:UserWarning")
-# cuDNN warns that it copies RNN weights into one block of memory, because materialized parameters do not share a block.
+# torch warns that it copies RNN weights into one block of memory. Materialized parameters do not share such a block.
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
 @pytest.mark.parametrize(("case", "gradients", "options"), [*cases(), *held()])
 def test_offloaded_training_has_the_same_bits_as_on_the_device(case, gradients, options, device, tmp_path):

@@ -73,7 +73,10 @@ def test_late_or_missing_rank_is_named_on_all_ranks(folder, hangs):  # noqa: ARG
 )
 @ranks(6)
 def test_commit_fails_on_all_ranks_if_replicas_stage_different_values(folder, digests, apart):  # noqa: ARG001
-    """Three ranks stage the same rows. If one digest differs, the error on each rank names the rank of this digest."""
+    """Three ranks stage each row.
+
+    If digests differ, the error on each rank names the ranks whose digest differs from the first replica's digest.
+    """
     rank, exchange = distributed.get_rank(), Exchange(TIMEOUT)
     store = SimpleNamespace(share=lambda _: None, end=lambda: None, digest=lambda: digests[rank])
     agreement = Agreement(exchange, store, b"", 0, b"", b"", Layout(rank, len(digests) // 2, 2))
@@ -93,7 +96,10 @@ def test_commit_fails_on_all_ranks_if_replicas_stage_different_values(folder, di
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_received_message_counts_after_its_sender_disconnects(monkeypatch, arrived):
-    """When a connection closes, gloo's `wait` may raise although the message has arrived. The message must count."""
+    """When a connection closes, gloo's `wait` may raise although the message has arrived.
+
+    The message must count if it has arrived completely, and only then.
+    """
     text = control_plane._padded('[1, "value", null, "first", [], 0.0]')
 
     class Work:
@@ -123,7 +129,7 @@ SECONDS = 60.0
 
 
 class Words:
-    """Stands in for torch's store. The store has a note of each rank that left, and the note blames other ranks.
+    """Stands in for torch's store. The store has a note of each rank that left.
 
     `notes` maps each rank that left to the ranks that its note blames. `late` are ranks whose notes are missing at the
     first `check`.
@@ -235,8 +241,7 @@ def test_error_blames_the_dead_rank_and_not_the_rank_that_left_after_it(folder):
         _await(folder, *(["heard"] if rank == 1 else []))
     exchange.close()
     Path(folder, f"left-{rank}").touch()
-    # All processes stay alive until rank 0 is done. So only a closed connection can show rank 0 that another rank has
-    # left.
+    # All processes stay alive until rank 0 is done, so no connection closes because a process ends.
     _await(folder, "left-0")
 
 
@@ -252,8 +257,8 @@ def _await(folder, *names):
 def test_rank_lost_in_a_collective_is_named_on_all_ranks(folder, kind):
     """Rank 3 leaves, and all other ranks must name rank 3 in their errors.
 
-    Rank 1 is not a neighbour of rank 3 in gloo's ring, so other ranks must notify rank 1. No process ends before all
-    ranks have closed their groups.
+    With "gather", rank 1 is not a neighbour of rank 3 in gloo's ring, so other ranks must notify rank 1. No process
+    ends before all ranks have closed their groups.
     """
     rank, exchange = distributed.get_rank(), Exchange(SECONDS)
     if kind == "move":
@@ -295,7 +300,7 @@ def meet_all(store, ranks, count=3, seconds=SECONDS):
     for rank in ranks:
         threads.append(threading.Thread(target=run, args=(rank,)))
         threads[-1].start()
-        # Waits before the next rank starts, so that the ranks that have started see only keys of an earlier attempt.
+        # Waits, so that the ranks that have started look at the store before the next rank writes its keys.
         time.sleep(5 * rendezvous.LOOK_SECONDS)
     for thread in threads:
         thread.join()

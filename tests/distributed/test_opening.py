@@ -149,7 +149,7 @@ def test_new_stores_supersede_stores_of_several_earlier_rank_counts():
         ([store(2, 2, 1), {**store(2), "there": False, "filled": True}], False, [1]),
         ([store(2, 2, 1), None], False, [1]),
         ([store(2, 1), store(2, 1)], False, []),
-        # Rank 1's file is not a store. The file counts as filled, so rank 1's store does not count as missing.
+        # Rank 1's file exists, but is not a store. `missing` must not list rank 1.
         ([store(2, 2, 1), {**store(2), "filled": True, "error": "no memascend store"}], False, []),
     ],
 )

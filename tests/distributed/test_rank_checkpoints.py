@@ -41,7 +41,7 @@ class Scaled(Odd):
 
 
 class Wide(Scaled):
-    """`Scaled` with two layers. Their weights have shards of a multiple of 256 elements on 2 and 4 ranks, not on 3."""
+    """`Scaled` with two more layers. On 2 and 4 ranks, each shard of their weights has a multiple of 256 elements."""
 
     def __init__(self):
         super().__init__()

@@ -120,7 +120,7 @@ SCHEDULED, SCHEDULED_MICRO_BATCHES = 6, 2
 
 
 def begun(storage, *, swapped=False, **options):
-    """Begins or resumes a run with two parameter groups: group 1 has the biases, and group 0 all other parameters.
+    """Begins or resumes a run. Of the trainable parameters, group 1 has the biases, and group 0 has all others.
 
     If `swapped` is true, the two groups exchange their parameters.
     """

@@ -1,13 +1,13 @@
 """Defines a state machine that trains an offloaded model and a model in memory, the twin, and requires equal bits.
 
 Each rule does the same to both models. If the offloaded model cannot have the bits of the twin, the offloaded call must
-raise the error that the rule predicts. zero_grad() of both models then makes the two models equal again.
+raise the error that the rule predicts. After most errors, the rule calls zero_grad() for both models.
 
 [Note: kills] A kill simulates the death of the run's process. A kill happens between two rules, or at a call of the
 engine within a rule. The kill copies the store's file to `corpse`: the file of a killed process would have the same
 bytes. `remains` is the twin's commit that the copy must equal. If the kill follows directly after a commit of the run,
-the twin has not made this commit yet, so `remains` is None until the twin has made this commit. `_die` closes the run,
-resumes the copy and restores the twin to `remains`.
+the twin has not made this commit yet, so `remains` is None until the twin has made this commit. Unless the copy is
+unclosed, `_die` closes the run, resumes the copy and restores the twin to `remains`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ import memascend
 from memascend import StorageError, UsageError
 
 SEEDS = st.integers(0, 5)
-# Each backward multiplies the loss by one of these factors, so that norms lie below and above the limits, and float16
-# overflows.
+# Rules multiply losses by these factors, so that norms lie below and above the limits, and float16 overflows.
 FACTORS = st.sampled_from((1.0, 1.0, 1e-3, 30.0))
 LIMITS = st.sampled_from((1e-3, 1.0, 1e6, float("inf")))
 NAMES = st.sampled_from(sorted(CHANGES))
@@ -449,7 +448,7 @@ class Machine(RuleBasedStateMachine):
     def train_by_an_infinite_loss(self, seed):
         """Trains with an infinite loss.
 
-        With "fused" and nonfinite="raise", step() would commit the step with a warning, so the rule does nothing.
+        With "fused" and nonfinite="raise", step() may commit the step with a warning, so the rule does nothing.
         """
         if self.mode != "fused" or self.plain.setup.options["nonfinite"] == "skip":
             self._train(seed, float("inf"), 1)

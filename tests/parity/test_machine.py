@@ -104,8 +104,8 @@ def train(setup, model, optimizer):
 def live(setup, life, file, when):
     """Trains in a forked process. Returns True if the process was killed.
 
-    If `when` is an int, the process is killed at call number `when` of the engine. If `when` is a float, the process is
-    killed after `when` seconds.
+    If `when` is an int, the process is killed at event number `when` of `FUSE`. If `when` is a float, the process is
+    killed `when` seconds after training began.
     """
 
     def do(begun):
@@ -122,7 +122,7 @@ def live(setup, life, file, when):
 def killed_runs(draw):
     waits = draw(st.sampled_from((None, "fused")))
     durable = lives(waits, durabilities=("step",))
-    # An int is a number of engine calls. A float is a number of seconds since training began.
+    # An int is a number of events of `FUSE`. A float is a number of seconds since training began.
     when = st.integers(1, 60) | st.floats(0, 0.05)
     deaths = draw(st.lists(st.tuples(durable, when), min_size=1, max_size=3))
     return draw(setups(waits)), deaths, draw(durable)

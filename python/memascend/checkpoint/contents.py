@@ -285,7 +285,7 @@ class ShareContents:
 class GatheredContents:
     """Reads whole parameters on rank 0, which receives the rows of other ranks. Reads buffers from rank 0 only.
 
-    Rows arrive in pieces, so that no rank has a whole parameter in memory.
+    Rows of other ranks arrive in pieces, and rank 0 holds one piece at a time.
     """
 
     def __init__(self, share: ShareContents, line: Line, ranks: int) -> None:
@@ -300,6 +300,7 @@ class GatheredContents:
 
         Raises:
             StoppedError: rows of another rank did not arrive.
+            StorageError, CorruptionError: the store of rank 0 cannot be read.
         """
         for name, tensors in self._share.tensors.items():
             self._share.read_one(name, put)
@@ -315,6 +316,7 @@ def send_contents(share: ShareContents, order: Sequence[str], line: Line) -> Non
 
     Raises:
         StoppedError: the rows did not reach rank 0.
+        StorageError, CorruptionError: this rank's store cannot be read.
     """
     for name in order:
         numbers = {of: number for number, of in enumerate(share.tensors.get(name, ()))}

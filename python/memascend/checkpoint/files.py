@@ -82,7 +82,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         UsageError: another process is saving to the target.
-        StorageError: the new folder cannot be made.
+        StorageError: the lock or the new folder cannot be made, or the block raised a system error.
     """
     new = target.parent / f".{target.name}.memascend-saving"
     with file_errors(new, "cannot be written"), _locked(target):
@@ -98,7 +98,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _locked(target: Path) -> Iterator[None]:
     """Locks a file beside a folder, so that other processes cannot save to the folder.
 
-    Removes the locked file at the end of the block.
+    If the file system does not support locks, other processes can still save. Removes the file at the end of the block.
 
     A killed process does not remove the file, but the kernel releases the lock.
 
@@ -225,7 +225,7 @@ class FileLayout:
 
 
 def divide_into_files(stem: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[FileLayout]:
-    """Divides tensors, in their order, into files of at most `FILE_BYTES_MAX`. Names the files as transformers does."""
+    """Divides tensors, in their order, into files; see `FILE_BYTES_MAX`. Names the files as transformers does."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
     for name, tensor in tensors.items():
@@ -267,8 +267,8 @@ def make_file(folder: Path, layout: FileLayout) -> tuple[dict[str, Any], dict[st
 class Matched:
     """The result of matching the names in files with a model's names."""
 
-    # The model's first name of a tensor -> the tensor's names in the files. Tied tensors have several names
-    # in the files: the list begins with the name that matches the model's first name, if the files have this name.
+    # The model's first name of a tensor -> the tensor's names in the files. A tied tensor may have several names in the
+    # files. The list begins with the name that matches the model's first name, if the files have this name.
     of: dict[str, list[str]]
     unexpected: list[str]  # names in the files whose tensors the model does not have
     named: dict[str, str]  # a name in the files -> the model's name that it matches, which may be a tied name

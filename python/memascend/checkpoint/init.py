@@ -89,7 +89,7 @@ class Initialiser:
             self._initialise(module, made)
 
     def _initialise(self, module: torch.nn.Module, made: Sequence[torch.Tensor]) -> None:
-        """Calls `_init_weights(module)`, if the model has this method.
+        """Calls `_init_weights(module)`, if `module` or a module that contains it has this method.
 
         If elements of `made` are still unset, also calls the module's reset_parameters() or _reset_parameters().
         """
@@ -186,7 +186,7 @@ class _Walk:
         return made
 
     def _last(self, name: str) -> torch.nn.Module:
-        """Returns the module whose initialisation is the last that may write to a parameter.
+        """Returns the module after whose initialisation the values of a parameter count as final.
 
         A parent module may write to parameters of its children. So the result is the outermost module that contains the
         parameter and is at most as large as the largest unit. If the parameter's own module is larger, the result is

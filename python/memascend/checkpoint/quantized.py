@@ -64,7 +64,7 @@ class _Mxfp4Tensor:
 class _Fp8Tensor:
     """A matrix, or a stack of matrices, of 8-bit floats.
 
-    There is one scale per block, or one scale per matrix.
+    There is one scale per block, or one scale per matrix. The matrices of a stack may share their scales.
     """
 
     name: str

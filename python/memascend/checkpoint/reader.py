@@ -123,6 +123,7 @@ class Checkpoint:
         Raises:
             CorruptionError: a checksum differs, or a file has other tensors than its entry in the manifest. The message
                 names the file.
+            StorageError: a file cannot be read.
         """
         total = sum(entry["bytes"] for entry in self.manifest["files"].values()) // count
         turns = itertools.count()
@@ -289,14 +290,14 @@ class CheckpointValues:
         Raises:
             ConfigError: the checkpoint's weights, optimizer, groups or state do not fit this run.
             CorruptionError: the checkpoint is damaged.
+            StorageError: a file cannot be read.
         """
         where, manifest = self.checkpoint.folder, self.checkpoint.manifest
         here = title_of(self.subject.arithmetic.optimizer)
         if manifest["optimizer"] != here:
             raise ConfigError(
-                f"the checkpoint {where} was saved with {manifest['optimizer']}, but this run's optimizer is {here}, "
-                "whose state is different. Use the optimizer of the checkpoint, or use only the checkpoint's weights "
-                "with weights="
+                f"the checkpoint {where} was saved with {manifest['optimizer']}, but this run's optimizer is {here}. "
+                "Use the optimizer of the checkpoint, or use only the checkpoint's weights with weights="
             )
         self.subject.arithmetic.require_members(manifest, f"the checkpoint {where}")
         groups = self.subject.arithmetic.optimizer.param_groups
@@ -311,8 +312,8 @@ class CheckpointValues:
         problems = self._problems()
         if problems:
             raise ConfigError(
-                f"the optimizer state in the checkpoint {where} does not fit this run's optimizer and master_dtype: "
-                f"{listed(problems, '; ')}. Use the options with which the checkpoint was saved"
+                f"the optimizer state in the checkpoint {where} does not fit this run: {listed(problems, '; ')}. Use "
+                "the options with which the checkpoint was saved"
             )
         self.checkpoint.verify(self.partition.layout.rank, self.partition.layout.size)
         words = conversion_warning(where, self._conversions.values())

@@ -41,8 +41,8 @@ _log = logging.getLogger("memascend")
 _FLUSH_BYTES = 256 << 20
 # The largest number of files that are open at once. A checkpoint of terabytes has more files than a process may open.
 _OPEN_MAX = 16
-# Temporary files in the folder of a checkpoint: one with the offsets of all tensors, and one per rank with the parts
-# that this rank has written and their checksums.
+# Temporary files in the folder of a checkpoint: one with the offsets of all tensors, and one per rank except rank 0,
+# with the parts that this rank has written and their checksums.
 _PLACES = ".memascend-places"
 _SUMS = ".memascend-sums-{}"
 # The number of times within `timeout` that a writing rank reports that it has not finished.
@@ -189,12 +189,15 @@ class Shares:
         """Writes the tensors into the files of a folder; all ranks call this together.
 
         Rank 0 passes `folder` and `places`, and gets the written parts of all ranks. Other ranks pass neither `folder`
-        nor `places`. If all ranks can write to the folder, each rank writes its own rows. Otherwise the ranks of the
-        first replica send their rows to rank 0, and rank 0 writes all rows.
+        nor `places`. If all ranks can write to the folder, one replica writes each parameter, and each rank of this
+        replica writes its own rows. Otherwise the ranks of the first replica send their rows to rank 0, and rank 0
+        writes all rows.
 
         Raises:
             StoppedError: rank 0 has to write all rows, but the rows of another rank did not arrive.
-            StorageError: a file cannot be written or read.
+            RankError: another rank failed or did not answer.
+            StorageError: a file or the store cannot be written or read.
+            CorruptionError: the store is damaged.
         """
         sharding, exchange, rank = self._sharding, self._exchange, self._sharding.layout.rank
         word = uuid.uuid4().hex
@@ -242,7 +245,7 @@ class Shares:
         self._logged = way
 
     def _written(self, own: StoreContents, folder: Path, places: Places, descriptor: int) -> Sums:
-        """Writes this rank's rows, and returns the written parts. Rank 0 returns the written parts of all ranks."""
+        """Writes the rows that this rank contributes; returns the written parts, on rank 0 those of all ranks."""
         sharding, exchange = self._sharding, self._exchange
         share = ShareContents(own, sharding.rows, sharding.layout, sharding.written)
         self._beat_at = time.monotonic() + exchange.timeout / _BEATS

@@ -224,7 +224,7 @@ class WeightFunction:
         """Calls the user's function, and checks the returned tensor.
 
         Raises:
-            ConfigError: the function did not return a dense tensor that has the shape and dtype of `like`.
+            ConfigError: the function did not return a dense tensor that has values, and the shape and dtype of `like`.
         """
         values = self._function(name, like)
         if not isinstance(values, torch.Tensor) or values.layout != torch.strided or values.is_meta:
@@ -233,8 +233,8 @@ class WeightFunction:
             raise ConfigError(f"weights({name!r}, ...) must return a dense tensor with values, but returned {kind}")
         if values.shape != like.shape or values.dtype != like.dtype:
             raise ConfigError(
-                f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}. Return a tensor that "
-                "has the parameter's shape and dtype; values.to(parameter.dtype) converts the dtype"
+                f"weights({name!r}, ...) returned {_described(values)}, not {_described(like)}. Return a tensor of "
+                "the second dtype and shape; values.to(dtype) converts the dtype"
             )
         return values.detach().cpu()
 
@@ -327,8 +327,8 @@ class WeightFiles:
         `method`: the `quantization_config` of the weights; None to use the entry in config.json, if there is one.
 
         Raises:
-            ConfigError: safetensors files or tensors that the index names are missing, or the quantisation of the
-                weights is not supported.
+            ConfigError: no safetensors file is found, a file or a tensor that the index names is missing, a file is not
+                a regular file, or the quantisation of the weights is not supported.
             CorruptionError: a file is damaged or incomplete.
             StorageError: a file cannot be read.
         """
@@ -496,7 +496,7 @@ def _files(path: Path) -> list[tuple[Path, list[str] | None]]:
 
 
 def _without_weights(path: Path, files: list[Path]) -> ConfigError:
-    """Returns the error for a folder without usable safetensors files. The message says how to convert other files."""
+    """Returns the error for a folder without usable safetensors files. It may say how to convert the folder's files."""
     what = (
         f"weights must be one safetensors file, or several with an index: {path} has {len(files)} safetensors files, "
         f"but no {_INDEX}"

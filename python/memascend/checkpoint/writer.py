@@ -176,10 +176,13 @@ def _configure(model: torch.nn.Module, folder: Path) -> list[str]:
 
 
 def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
-    """Rejects a target whose parent folder does not exist. Also rejects foreign files in a target, and a full disk."""
+    """Rejects a target that is a file or has no parent folder, and a disk without enough space.
+
+    Without `among_others`, also rejects a folder that has files but no checkpoint.
+    """
     parent = target.parent
     if not parent.is_dir():
-        raise ConfigError(f"{parent} does not exist. Create this folder before save({target.name!r})")
+        raise ConfigError(f"the folder {parent} does not exist. Create it before save({target.name!r})")
     ours = is_empty(target) or (target / FOLDER / MANIFEST).is_file() or (among_others and target.is_dir())
     if target.exists() and not ours:
         raise ConfigError(
@@ -199,7 +202,8 @@ def _require_place(target: Path, nbytes: int, *, among_others: bool) -> None:
 def _keep_others(target: Path, new: Path) -> None:
     """Links the target's other files, such as a tokenizer, into the new folder.
 
-    Other files are the files that the target's manifest does not name, and that the new folder does not have.
+    Leaves out files that the new folder has, and files that the target's manifest names. If the target has no manifest,
+    leaves out weight files instead.
     """
     if not target.is_dir():
         return

@@ -9,7 +9,7 @@ gradients. `gradient` holds the state of one gradient and begins its update. `la
 [Note: Gradient states] Each gradient is in one `GradientState`, and `_MOVES` lists all allowed transitions. `p.grad`
 decides: step() drops a gradient whose handle the user removed from `p.grad`, and uses a gradient that the user
 assigned. Sums, scaling and rounding keep torch's order. If user code reads or changes a gradient that an update has
-already used, a `UsageError` is raised; only the 2-norm can still be read.
+used up, a `UsageError` is raised; only the 2-norm can still be read.
 
 This package commits no step (`session` does) and reads no weights (`params` does).
 """

@@ -306,8 +306,8 @@ class Baton:
     ) -> None:
         """Creates the micro-batches; `run()` starts them.
 
-        `course` has the stages, and `states` the random number states with which each micro-batch begins. `tidy` is
-        called in a micro-batch's thread before another micro-batch computes.
+        `course` has the stages, and `states` the random number states with which each micro-batch begins. The thread of
+        a micro-batch calls `tidy` before the micro-batch pauses for another micro-batch.
         """
         self.micro_batches = [MicroBatch(index, own) for index, own in enumerate(states)]
         # The lowest stage of the running micro-batches. All running micro-batches have reached this stage.
@@ -329,9 +329,9 @@ class Baton:
         """Registers callbacks.
 
         `on_low` receives the lowest stage of the running micro-batches whenever this stage has risen; infinity once all
-        micro-batches have ended. `may_run` receives the micro-batch that would compute next. If `may_run` returns
-        False, the first running micro-batch computes instead, because the gradients of the first running micro-batch
-        never wait for gradients of another micro-batch.
+        micro-batches have ended. `may_run` receives the micro-batch that would compute next, unless this is the first
+        running micro-batch. If `may_run` returns False, the first running micro-batch computes instead, because its
+        gradients never wait for gradients of another micro-batch.
         """
         self._on_low, self._may_run = on_low, may_run
 

@@ -41,7 +41,7 @@ class GradientState(Enum):
     """Where a gradient is, and whether an update that uses it is staged."""
 
     # There is no gradient, or the gradient is in memory and no staged update uses it. In NONE and MEMORY_STAGED,
-    # `p.grad` is not a handle.
+    # `p.grad` is not a handle of this gradient.
     NONE = (0, "")
     # The gradient is in memory. step() has staged the update, but has not committed it.
     MEMORY_STAGED = (1, "staged")
@@ -151,8 +151,8 @@ class Gradient:
         self._scale = 1.0
         # The measure of a gradient that an update has used up.
         self.found: Measure | None = None
-        # `_asked`: the norms that user code took since the last step. `expected`: the norms to take of the next
-        # gradient as it arrives. `_norms`: the norms taken of the present gradient.
+        # `_asked`: the norms that user code took since the last committed update. `expected`: the norms to take of the
+        # next gradient as it arrives. `_norms`: the norms taken of the present gradient.
         self._asked: list[Operation] = []
         self.expected: tuple[Operation, ...] = ()
         self._norms: list[tuple[Operation, torch.Tensor]] = []
@@ -204,7 +204,7 @@ class Gradient:
     def use(self, values: torch.Tensor, *, whole: bool, shared: bool = False) -> None:
         """Updates the parameter by an arriving gradient, or stores the gradient.
 
-        `whole`: no more of the gradient follows in this step. `shared`: other tensors use the gradient's memory.
+        `whole`: no more of the gradient is expected in this step. `shared`: other tensors use the gradient's memory.
         """
         gradients = self._gradients
         mode, whole = gradients.loop.mode, whole and not self.in_pieces
@@ -424,7 +424,10 @@ class Gradient:
 
     @property
     def fused(self) -> bool:
-        """True if an update already used the gradient. Then only the 2-norm is left; other reads raise UsageError."""
+        """True if a staged update uses the gradient, or an update has used it up.
+
+        Then only the 2-norm is left; other reads raise UsageError.
+        """
         return self.state.staged or not self.state.stored
 
     def empty(self) -> torch.Tensor:

@@ -140,8 +140,8 @@ class Gradients:
     def on_sum(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
         """Handles a gradient that FSDP2 has reduced.
 
-        If `total` is None, `p.grad` is the reduced gradient. Otherwise `p.grad` is the gradient of earlier backwards,
-        and `total` is the sum of `p.grad` and the reduced gradient.
+        `total` is the sum of this gradient and the gradients of earlier backwards; None if `p.grad` already has this
+        sum.
         """
         if total is not None:
             with torch.no_grad():
@@ -153,7 +153,7 @@ class Gradients:
         self._on_gradient(parameter, assigned=total is not None)
 
     def accumulated_value(self, before: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
-        """Returns the values of gradient `before`, to which the caller adds another gradient; None if not `needed`."""
+        """Returns the values of gradient `before`, if any, to which the caller adds more; None if not `needed`."""
         if isinstance(before, GradientHandle):
             before.gradient.require_open()
             return before.gradient.materialize() if needed else None
@@ -194,7 +194,7 @@ class Gradients:
             gradient.expected = (_CLIPPING_NORM,)
 
     def deliver(self, gradient: Gradient, values: torch.Tensor, *, whole: bool) -> None:
-        """Handles `values`, the sum over all micro-batches of a call; `whole`: the step adds nothing to this sum."""
+        """Handles `values`, the sum over all micro-batches of a call; `whole`: no more is expected in this step."""
         self._note_arrival(gradient)
         if self.loop.mode == "ram":
             gradient.put(values)
@@ -397,7 +397,7 @@ class Gradients:
         return found
 
     def update_all(self, present: Present, factor: float) -> None:
-        """Begins every update that has not begun, and repeats early updates whose factor or options changed.
+        """Begins every update that has not begun, and repeats each early update that `_stays` finds invalid.
 
         Raises UsageError if the options of a staged update have changed since it began, or if the last step used up a
         gradient that is still in `p.grad`.

@@ -264,8 +264,8 @@ def _each(
 def _norm(handle: GradientHandle, operation: Operation) -> Tensor:
     """Returns the norm that torch computes, bit for bit.
 
-    Once an update has used the gradient, returns the 2-norm from the gradient's measure instead. Its bits may differ
-    from the bits of torch's norm.
+    If the gradient is `fused`, returns the 2-norm from the gradient's measure instead. Its bits may differ from the
+    bits of torch's norm.
     """
     gradient = handle.gradient
     gradient.noticed("a norm of gradients")
@@ -318,7 +318,7 @@ def _unscale(handle: GradientHandle, operation: Operation) -> None:
         operation.apply(gradient.materialize())
     elif gradient.numbers()[0]:
         found.fill_(1.0)
-    # `found` is already set. So the replay of this operation gets another flag to set, which no code reads.
+    # `found` already has the result. So the replay of this operation gets another flag to set, which no code reads.
     own = (torch.zeros_like(found), *operation.arguments[1:])
     _append(gradient, Operation(operation.function, UNSCALE, own, operation.options, listed=True))
 

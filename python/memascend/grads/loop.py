@@ -241,7 +241,7 @@ class Backwards:
             module_hooks.drain_autograd_queue()
 
     def restart(self) -> None:
-        """Counts backwards from 0 again: a step ended, or all gradients were dropped."""
+        """Counts backwards from 0 again."""
         self.count = 0
 
     def note_ended(self, more: int) -> None:
@@ -249,7 +249,7 @@ class Backwards:
         self.count += more
 
     def forget_failure(self) -> None:
-        """Ends the failed state, if any, and counts backwards from 0: all gradients were dropped or set to zero."""
+        """Ends the failed state, if any, and counts backwards from 0. Callers drop or zero all gradients."""
         if self.failed:
             self._state = "ended"
         self.restart()
@@ -270,7 +270,7 @@ class Backwards:
             self.declared, self.before = declared, None
 
     def is_last(self, more: int = 1) -> bool:
-        """True if the last of the next `more` backwards completes a step; the open backward is the first of them."""
+        """True if the last of the next `more` backwards completes a step; an open backward is the first of them."""
         return (self.count + more) % self.declared == 0
 
     def require_declared(self, name: str) -> None:

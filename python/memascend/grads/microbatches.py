@@ -315,8 +315,8 @@ def _versions(values: Mapping[str, Any]) -> dict[str, int]:
 _log = logging.getLogger("memascend")
 
 
-# After each call of `free_scratch`, `_tidy` frees nothing for this many times the duration of that call, because it
-# takes longer to fill the memory again than to free it.
+# After `_tidy` has called `free_scratch`, `_tidy` frees nothing for this many times the duration of that call, because
+# it takes longer to fill the memory again than to free it.
 _PAUSES = 200
 # If a compiled block waits for other micro-batches, torch before this version compiles it in parts. These parts round
 # like eager code, so the bits would change.
@@ -356,8 +356,8 @@ class Accumulation:
         """Computes losses and gradients of micro-batches, and returns the results; `begin` begins a loss's backward.
 
         If `by_layer` and `seeded` are set, each micro-batch has a separate seed for random numbers. All seeds are drawn
-        before the first micro-batch. If `seeded` is False, there are no seeds. If the first call then draws random
-        numbers, all calls compute one micro-batch after the other.
+        before the first micro-batch. If `seeded` is False, there are no seeds. If `_watched` or `_require_none_drawn`
+        then finds that a call drew random numbers, all later calls compute one micro-batch after the other.
         """
 
         def computed(batch: Any) -> Any:

@@ -98,7 +98,7 @@ class Norms:
         return (bool(found), float(squared)) if values.device.type == "cpu" else (found, squared)
 
     def read(self, measures: Sequence[Measure]) -> list[Numbers]:
-        """Returns all measures as numbers; waits for the device once for all rows of sums, and once for each pair."""
+        """Returns all measures as numbers; waits for the device once for all rows of sums, and for each pair."""
         rows = [index for index, measure in enumerate(measures) if isinstance(measure, torch.Tensor)]
         found: dict[int, Numbers] = {}
         if rows:

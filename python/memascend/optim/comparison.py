@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class RunMode:
     """How to run an optimizer for one parameter at a time, bit-identically to a step of all parameters."""
 
-    # A copy gets only the group of its parameter, because the optimizer fails with an empty group. An example is an
-    # optimizer that stacks the parameters of each group.
+    # A copy gets only the group of its parameter. Some optimizers need this, because they fail with an empty group. An
+    # example is an optimizer that stacks the parameters of each group.
     omits: bool = False
     # A parameter without a gradient is updated with a gradient of zeros, if another parameter has a gradient.
     zeros: bool = False
@@ -288,9 +288,10 @@ def _chosen_members(
 def _members_at_size(
     optimizer: torch.optim.Optimizer, group: int, master_dtype: torch.dtype | None, generator: torch.Generator
 ) -> list[_Member]:
-    """Returns members of true size for the first parameters of a group that has stacked state.
+    """Returns members of true size for a group that has stacked state.
 
-    The bits of matrix products depend on the size.
+    They represent the first parameters that have the shape of the group's first parameter. The bits of matrix products
+    depend on the size.
     """
     params = optimizer.param_groups[group]["params"]
     first = params[0]
@@ -323,7 +324,11 @@ def _all_present(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -
 
 
 def _some_missing(optimizer: torch.optim.Optimizer, members: Sequence[_Member]) -> _Plan:
-    """Returns, for each member, a step in which only that member has no gradient; then a step with all gradients."""
+    """Returns a plan with one step for each member, in which only this member has no gradient.
+
+    The last step has all gradients; for a single member, it is the only step. If the class has `train()`, the plan
+    begins with it.
+    """
     plan: _Plan = [("step", [number != step for number in range(len(members))]) for step in range(len(members))]
     plan = [(method, present) for method, present in plan if any(present)]
     plan.append(("step", [True] * len(members)))

@@ -122,7 +122,7 @@ class OwnUpdate:
         return gradient if scale == 1.0 else gradient * scale
 
     def _shared(self, name: str) -> bool:
-        """True if all chunks share the state tensor `name`: its shape differs from the shape of the parameter."""
+        """True if the shape of the state tensor `name` is not the parameter's. All chunks share such a tensor."""
         return self.layout.tensors[name].shape != self.layout.shape
 
     def _state_of(self, chunk: Chunk, whole: bool) -> dict[str, Any]:
@@ -301,8 +301,8 @@ class Runs:
             value = changes[lost]
             done = f"removed {lost}" if value is GONE else f"set {lost} to a value of type {type(value).__qualname__}"
             raise UsageError(
-                f"{named(self.optimizer)} {done}, which cannot be committed with the step: only numbers and text can. "
-                "Change the optimizer so that it keeps a number or text there, or use another optimizer"
+                f"{named(self.optimizer)} {done}, which cannot be committed with the step. Change the optimizer so "
+                "that it keeps a number or text there, or use another optimizer"
             )
         self._ends[name] = group, changes
 

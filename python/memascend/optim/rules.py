@@ -100,8 +100,8 @@ class _Rule:
         """Begins update number `done + 1` with `gradient`, multiplied by `scale`; returns the options of the update.
 
         If `gradient` is None, uses the spilled gradient, multiplied by each of `factors`, and then by `scale`. `values`
-        are the parameter's values, if they are in memory. With `early`, the gradient is also spilled, and only the
-        engine's own arithmetic may run. If the optimizer's own code would have to run, begins nothing and returns None.
+        are the parameter's values, if they are in memory. With `early`, also spills the gradient; but if the
+        optimizer's own code would have to run, begins nothing and returns None.
         """
         options = self.options()
         is_sparse = gradient is not None and gradient.is_sparse
@@ -149,8 +149,8 @@ class EngineRule(_Rule):
         needs_none = self.has_master and self._dtype == torch.float16
         self.needs_values = "never" if needs_none else "resident"
         self.is_replayed = not self.sparse
-        # The format of the state, or None for plain tensors. `format` does not name "compact", because the engine
-        # recognises that format by its tensors.
+        # The format of the state, or None for plain tensors. For the format "compact", `format` is None, because the
+        # engine recognises that format by its tensors.
         self._form = self.format or ("compact" if self._dtype == torch.bfloat16 else None)
 
     def describe(self) -> dict[str, torch.Tensor]:
@@ -339,9 +339,9 @@ def takes_engine_state(
 class Arithmetic:
     """Holds the rules of all parameters, and the optimizers that own the parameters.
 
-    `sparse` has the ids of parameters whose gradients may be sparse. An `OwnRule` updates such a parameter whole.
-    `formats` has the state formats; an optimizer gets only a format that it supports. `names` has the parameters' names
-    by id.
+    `sparse` has the ids of parameters whose gradients may be sparse. For a sparse gradient, an `OwnRule` updates the
+    whole parameter at once. `formats` has the state formats; an optimizer gets only a format that it supports. `names`
+    has the parameters' names by id.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def named(optimizer: torch.optim.Optimizer) -> str:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's attributes, except groups, state, hooks, and methods that schedulers replaced."""
+    """Returns the optimizer's attributes, except groups, state, hooks, methods, and what gradient scalers set."""
     return {
         name: value
         for name, value in vars(optimizer).items()

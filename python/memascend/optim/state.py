@@ -345,8 +345,8 @@ def engine_kind(optimizer: torch.optim.Optimizer) -> Literal["adam", "momentum"]
 def compact_format(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, layout: StateLayout) -> str | None:
     """Returns "compact fp32" for a bfloat16 parameter that is updated whole, with a master and a momentum as state.
 
-    Returns None for other parameters and for other state. "compact fp32" saves bytes and keeps the bits: the values are
-    the upper halves of the master weights, so only the lower halves are stored in addition.
+    Returns None for other parameters and for other state. "compact fp32" saves bytes and loses no bits: the store has
+    only those bits of the master weights that are lost when they are rounded to the values.
     """
     if elementwise(optimizer) or not layout.whole or not layout.master or parameter.dtype != torch.bfloat16:
         return None
@@ -407,7 +407,7 @@ class StateFormats:
     def of_each(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[StateFormats]:
         """Returns the formats for each of several optimizers.
 
-        If an optimizer supports no format, it keeps its own state.
+        If only some of the optimizers support a format, the others keep their own state.
         """
         capable = [engine_kind(one) is not None or self._narrows_momentum(one) for one in optimizers]
         asked = self.stochastic or self.state is not None
@@ -421,7 +421,8 @@ class StateFormats:
             for optimizer in optimizers
         ]
         if not any(has and can for has, can in zip(narrow, capable, strict=True)):
-            # No capable optimizer has 16-bit parameters: `of` raises the error about rounding= for the first of them.
+            # No capable optimizer has 16-bit parameters. With rounding='stochastic', `of` raises the error for the
+            # first of them.
             narrow = [True] * len(optimizers)
         return [
             replace(self, state=self.state if can else None, stochastic=self.stochastic and can and has)
@@ -471,7 +472,7 @@ class StateFormats:
         if dtype not in _16_BITS | {torch.float32}:
             raise ConfigError(
                 f"a parameter has the dtype {dtype}, but {self._asked} supports only float32, bfloat16 and float16: "
-                f"freeze this parameter, or remove {self._asked}"
+                f"freeze this parameter and make the optimizer without it, or remove {self._asked}"
             )
         if dtype == torch.float32:
             return width
@@ -482,5 +483,5 @@ class StateFormats:
                 f"{self._asked} with master_dtype=None: 16-bit parameters without fp32 master weights need "
                 "rounding='stochastic'. Pass rounding='stochastic', or remove master_dtype"
             )
-        # A bfloat16 value is the upper half of its master: a compact record stores only the lower half in addition.
+        # A compact record stores only those bits of the master that are lost when the master is rounded to bfloat16.
         return f"compact {width}" if width and dtype == torch.bfloat16 else width

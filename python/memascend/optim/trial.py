@@ -151,7 +151,7 @@ def require_streamable(
             if parameter.is_complex():
                 raise ConfigError(
                     f"a parameter of {parameter.dtype} cannot be streamed, because only real floats are updated: "
-                    "freeze it with requires_grad_(False), or remove it from the optimizer"
+                    "freeze it with requires_grad_(False), and make the optimizer without it"
                 )
             plain_sgd = group.get("fused") and master_dtype is None and type(optimizer) is torch.optim.SGD
             if plain_sgd and parameter.dtype.itemsize == 2 and not _fused_sgd_updates(parameter.dtype):

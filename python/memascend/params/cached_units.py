@@ -163,8 +163,8 @@ def is_useless(unit: CachedUnit, order: Order) -> bool:
 
 
 _log = logging.getLogger("memascend")
-# How long `_room` waits for a lease at most: `_RELEASE_SECONDS` if views occupy the slot of an evicted unit, and
-# `_LAST_SECONDS` before it takes more memory than planned or raises an error.
+# How long each attempt of `_room` waits for a lease at most: `_RELEASE_SECONDS` if views occupy the slot of an evicted
+# unit, and `_LAST_SECONDS` before it takes more memory than planned or raises an error.
 _RELEASE_SECONDS = 0.05
 _LAST_SECONDS = 1.0
 # How many units beyond the planned lookahead `look_ahead` fetches at most.

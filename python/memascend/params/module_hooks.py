@@ -393,7 +393,7 @@ def _hooks_moved(module: torch.nn.Module, name: str) -> UsageError:
 
 
 def refuse_moved(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """Rejects an offloaded parameter that code registers in another place, as pruning, parametrizing and tying do.
+    """Rejects an offloaded parameter that pruning, parametrizing or tying registers in another place in the model.
 
     Also rejects any plain parameter that code registers in a module while an offloaded parameter of the module is
     deleted, as the older `weight_norm` does.

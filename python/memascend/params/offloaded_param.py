@@ -54,8 +54,8 @@ METADATA = _metadata()
 # The end of each error that rejects access to an offloaded parameter's memory.
 _HOW = f"outside of the model's forward and backward, use memascend.materialized(model) to read them; {DOORS}"
 # Methods that return a parameter's memory, or write to the memory, without increasing the parameter's `_version`. While
-# a module computes, its parameters have their plain class. `session.process_hooks` replaces these methods of the plain
-# class by methods that use a copy of the values.
+# a module computes, its parameters may have their plain class. `session.process_hooks` replaces these methods of the
+# plain class by methods that use a copy of the values.
 MEMORY_METHODS = (
     "__array__", "__dlpack__", "_typed_storage", "apply_", "detach", "map_", "map2_", "numpy", "storage",
     "untyped_storage",
@@ -213,8 +213,9 @@ def _borrow(
 ) -> Any:
     """Returns the result of `func` on the units' bytes in memory.
 
-    Returns `_NOTHING` if the units do not fit into the arena together, or if the result shares memory with the units.
-    Raises UsageError if `func` wrote to a parameter. `tracked` is True if the result may have a graph.
+    Returns `_NOTHING` if the units do not fit into the arena together. Also returns `_NOTHING` if the result shares
+    memory with the units, except on a device if `tracked`. Raises UsageError if `func` wrote to a parameter. `tracked`
+    is True if the result may have a graph.
     """
     source = places[0].source
     if not source.fits(places):
@@ -367,7 +368,7 @@ def _named(names: dict[str, Any]) -> dict[Any, Any]:
 
 
 # Functions that return a parameter's memory, each with a participle for the error message. Inside a forward or a
-# backward these functions raise an error. Elsewhere they get a copy of the values.
+# backward `_apply` rejects these functions. Elsewhere `_apply` calls them on copies of the values.
 _MEMORY: dict[Any, str] = {
     _GET_DATA: "reached through .data",
     **_named(

@@ -116,7 +116,7 @@ class Residency:
                 self.turns.note_release()
 
     def offload_all(self, holder: int) -> None:
-        """Undoes the calls of `materialize` that an interrupt left in a thread; the thread must not be computing."""
+        """Undoes all calls of `materialize` by the thread `holder`, such as calls that an interrupt left."""
         with self.lock:
             for unit in self.units.all:
                 while holder in unit.holders:
@@ -203,6 +203,7 @@ class Residency:
 
         Raises:
             UsageError: the unit's values have changed since `version`, or the run has been closed.
+            MemascendError: the unit cannot be read.
         """
         if self.stages is not None:
             self.stages.arrive((unit,))

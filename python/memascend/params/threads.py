@@ -76,8 +76,8 @@ def _is_helper(thread: threading.Thread) -> bool:
     return module.partition(".")[0] in _HELPERS
 
 
-# The longest time that a thread waits for other threads: until their operations on parameters end, or until their
-# modules release memory.
+# The longest time that a thread waits until the operations of other threads on parameters end, or until the modules of
+# other threads release memory.
 _TOUCH_SECONDS = 60.0
 # How many seconds a thread that waits for memory sleeps before it looks for free memory again.
 _LOOK_SECONDS = 0.05
@@ -238,7 +238,8 @@ class Turns:
     def alone(self) -> Iterator[None]:
         """Context manager in which only this thread may materialize units.
 
-        First waits until the operations of other threads have ended, but not longer than `_TOUCH_SECONDS`.
+        First waits until no other thread is in `alone`. Then waits until the operations of other threads have ended,
+        but not longer than `_TOUCH_SECONDS`.
         """
         here = current()
         with self.lock:

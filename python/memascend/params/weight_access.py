@@ -177,7 +177,7 @@ class WeightCopies:
         # Copies of the present values, which `of` returns again; the key is the weight's name and the purpose of the
         # copy.
         self._now: dict[tuple[str, For], TrackedCopy] = {}
-        # Copies that `of` no longer returns, and memory that parameters had inside a door, if user code still has them.
+        # Copies that `of` no longer returns, and memory that `keep` tracks, if user code still has them.
         self._older: list[TrackedCopy] = []
         # Memory with the weights of a forward. Other code still used this memory when a commit changed the weights.
         self._stale: list[_Stale] = []
@@ -198,7 +198,7 @@ class WeightCopies:
 
         Raises:
             UsageError: code wrote to an earlier copy, or the run was closed.
-            ConfigError, StorageError: `filed_copy` cannot make the copy.
+            MemascendError: the values cannot be read, or `filed_copy` cannot make the copy.
         """
         residency = self._residency
         of: For = "state dict" if state_dicts.being_made else "inside" if self.computes else "view"
@@ -247,7 +247,7 @@ class WeightCopies:
             return place.plain(self._residency.copy_of(place).to(place.device))
 
     def keep(self, kept: Sequence[tuple[Place, torch.Tensor]], *, is_snapshot: bool) -> None:
-        """Tracks the memory that parameters had inside a door, if user code still uses this memory after the door.
+        """Tracks memory that `edit()` or `materialized()` gave to user code, as long as user code uses this memory.
 
         Several tensors in `kept` may be parts of one vector.
         """
@@ -263,7 +263,7 @@ class WeightCopies:
         """Rejects writes to copies; call it before a step, a save, a change of values, and the end of the run.
 
         `loads`: user code is about to load a state dict. User code may have changed this state dict first, so writes to
-        snapshots are accepted.
+        copies for a state dict are accepted.
 
         Raises:
             UsageError: code wrote to a copy; raised once for each write. Nothing was changed.

@@ -108,9 +108,9 @@ def _tensor_on(lent: Any, dtype: str) -> torch.Tensor:
 
 
 def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callable[[int, int], torch.Tensor | None]:
-    """Returns a function of (start, count) that slices a gradient in stored order and copies the slice to the CPU.
+    """Returns a function of (start, count) that returns a slice of a gradient in stored order, on the CPU.
 
-    With `whole`, the function returns the whole gradient in its own shape.
+    With `whole`, the function returns the whole gradient in its own shape. Without a gradient, it returns None.
     """
     if whole or gradient is None:
         return lambda _start, _count: None if gradient is None else gradient.cpu()
@@ -120,7 +120,7 @@ def _parts(gradient: Any, order: Sequence[int] | None, *, whole: bool) -> Callab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """The hyperparameters of one Adam update. The update is bit-identical to an update by `memascend.kernels.adamw`."""
+    """The hyperparameters of one Adam update. On fp32 state, the update has the bits of `memascend.kernels.adamw`."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -166,7 +166,7 @@ class Engine(_core.Engine):
     ) -> None:
         """Queues the first values and state of a record; returns when the queue has room for them.
 
-        The tensors are on the CPU, contiguous in the record's order of dimensions. The engine refers to the tensors
+        The tensors must be on the CPU, contiguous in the record's order of dimensions. The engine refers to the tensors
         until they are written; do not change the tensors meanwhile. A missing state tensor is filled with zeros, or
         with the values if it is a float32 "master" of the record's shape.
 

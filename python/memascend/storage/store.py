@@ -54,7 +54,7 @@ _Path = str | os.PathLike[str]
 
 
 def pending_file(file: Path) -> Path:
-    """Returns the name of the file of a new store with one file until the first commit, which renames it to `file`."""
+    """Returns the path that a new store's only file has until the first commit, which renames the file to `file`."""
     return file.with_name(file.name + _core.PENDING_SUFFIX)
 
 
@@ -89,8 +89,8 @@ class Store(_core.Store):
     ) -> Self:
         """Creates a store, or opens an existing one, as `existing` says.
 
-        A new store (`created` is True) is at generation 0: the caller fills all records and commits. Until that first
-        commit no process can open it. An existing store keeps its values.
+        A new store (`created` is True) is at generation 0. The caller must fill all records and commit. Until that
+        first commit no process can open it. An existing store keeps its values.
 
         Args:
             paths: a folder, a file or a raw block device, or several of them, over which the store is striped.
@@ -252,7 +252,7 @@ class Store(_core.Store):
         return self._shared.commit(lambda run, agree: commit(*arguments, run, agree))
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Returns a context manager for the work before a commit: an exception inside notifies the waiting ranks."""
+        """Returns a context manager for the work before a commit. On an exception, it notifies the waiting ranks."""
         return contextlib.nullcontext() if self._shared is None else self._shared.step()
 
     def close(self) -> None:

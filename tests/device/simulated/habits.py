@@ -223,8 +223,8 @@ def trainer(room):
         transformers.Qwen2ForCausalLM(config), arguments,
         train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8 * COUNT * STEPS, callbacks=[Limit()],
     )  # fmt: skip
-    # The simulated device computes nothing, so losses may not be finite. With `nonfinite="commit"`, step() accepts
-    # losses that are not finite.
+    # The simulated device computes nothing, so gradients may not be finite. With `nonfinite="commit"`, step() accepts
+    # gradients that are not finite.
     memascend.trainer.offload(made, storage=folder + "/run.store", nonfinite="commit")
     made.train()
     return {

@@ -67,8 +67,9 @@ def test_kernel_benchmark_completes_all_checks(simulated):  # noqa: ARG001 - the
     assert done.stdout.count("check ") == 8
 
 
-# The simulated device computes nothing, so this start-up code accepts losses that are not finite. It also disables
-# cuDNN's attention kernels, and disables TRL, because TRL's loss takes the size of a tensor from values on the device.
+# The simulated device computes nothing, so this start-up code makes `math.isfinite` accept every number. It also
+# disables cuDNN's attention kernels, and disables TRL, because TRL's loss takes the size of a tensor from values on the
+# device.
 WITHOUT_THEM = """
 import math, sys, torch
 math.isfinite = lambda _: True

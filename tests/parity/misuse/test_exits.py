@@ -157,7 +157,7 @@ def test_threads_of_micro_batches_end_before_python_does(loaded, tmp_path):
 
 
 def test_interrupted_recomputation_restores_the_saved_tensor_hooks(tmp_path):
-    """An interrupted backward removes the saved-tensor hooks that it added, so the user's hooks are active again."""
+    """After an interrupted recomputation and zero_grad(), the user's saved-tensor hooks are active again."""
     torch.manual_seed(0)
     model = Model(16, 3, reentrant=True)
     model, optimizer = memascend.offload(model, adamw(model), storage=tmp_path / "run.store", gradients="ssd")
