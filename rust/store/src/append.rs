@@ -94,7 +94,7 @@ impl Store {
     }
 
     /// True if a commit may name the record's spilled gradient ([`Store::append_spilled`]) instead of writing the
-    /// updated record. The next step then applies the gradient.
+    /// updated record. The caller then applies the gradient when it settles the record ([`Store::begin_settling`]).
     #[must_use]
     pub fn defers(&self, record: usize) -> bool {
         let dtype = self.description.records.get(record).and_then(|record| record.spill);
@@ -175,7 +175,7 @@ impl Store {
         self.part_of_gradient(record, dtype, chunk).2
     }
 
-    /// Returns the checksum of a chunk of a gradient, bound to the generation of the commit that names the gradient.
+    /// Returns the checksum of a chunk of a gradient, bound to the generation of the commit that may name the gradient.
     pub(crate) fn gradient_sum(&self, (record, chunk): (usize, u32), generation: u64, bytes: &[u8]) -> u64 {
         checksum(&self.uuid, Subject::Gradient, (record as u64, u64::from(chunk)), generation, bytes)
     }

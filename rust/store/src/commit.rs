@@ -62,9 +62,9 @@ impl Store {
         self.commit_agreed(commit, wait, &mut || true)
     }
 
-    /// Commits as [`Store::commit`] does, together with other ranks. Calls `agree` after the flush and before the root
-    /// is written. If `agree` returns `false`, the commit fails with [`Error::Interrupted`] and changes nothing that a
-    /// reader sees.
+    /// Commits as [`Store::commit`] does, together with other ranks. Calls `agree` before the staged slots become live:
+    /// if the commit writes a root, after the flush and before the write of the root. If `agree` returns `false`, the
+    /// commit fails with [`Error::Interrupted`] and changes nothing that a reader sees.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         let bounds = [
             ("user value", &commit.user, self.description.user_bytes_max),
@@ -125,10 +125,12 @@ impl Store {
         result
     }
 
-    /// Drops staged records. Afterwards the store can still be read, but nothing can be staged. With
-    /// [`Durability::None`], the last commit may be only in memory: this call makes that commit durable. But if the
-    /// live slot of a record lacks a deferred update, this call writes no closing root, and the next open rejects the
-    /// store as unclosed.
+    /// Drops staged records. Afterwards nothing can be staged. Records can still be read, except those whose newest
+    /// state only memory had.
+    ///
+    /// With [`Durability::None`], the last commit may be only in memory: this call makes that commit durable, except in
+    /// two cases. After [`Error::Broken`], this call writes nothing. If the live slot of a record lacks a deferred
+    /// update, this call writes no closing root. The next open then rejects a store that is marked as unclosed.
     pub fn close(&self, mut wait: Wait<'_>) -> Result<()> {
         let mut index = self.when(&mut wait, "writes of the step", |index| index.writing == 0)?;
         match index.phase {
@@ -152,9 +154,9 @@ impl Store {
         }
         let mut index = self.index.lock();
         if self.durability == Durability::None && !index.log.live.ahead.is_empty() {
-            // The deferred updates of the records in `ahead` are not applied in the records' live slots. Clearing the
-            // flag makes the code below return before it writes a closing root, so the next open rejects the store as
-            // unclosed.
+            // Committed gradients of the records in `ahead` are not applied in the records' live slots. Clearing the
+            // flag makes the code below return before it writes a closing root. So if a root on storage marks the store
+            // as unclosed, the next open rejects the store.
             index.root_is_unclosed = false;
         }
         index.close();

@@ -152,13 +152,13 @@ fn description_at(
 impl Store {
     /// Reads every copy of the labels and of the description, and returns a message about each damaged copy. One
     /// undamaged copy of each label and of the description is enough to open the store. The first commit after an open
-    /// repairs the copies that were damaged when the store was opened.
+    /// tries to repair the copies that were damaged when the store was opened.
     pub fn damaged(&self) -> Result<Vec<String>> {
         Ok(self.damaged_copies()?.into_iter().map(|damage| damage.what).collect())
     }
 
     /// Returns a message about each copy that was damaged when the store was opened. Returns no messages after the
-    /// first commit, which repairs the copies.
+    /// first commit, which tries to repair the copies.
     #[must_use]
     pub fn noted_damage(&self) -> Vec<String> {
         let noted = locked(&self.to_repair);

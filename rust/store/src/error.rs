@@ -58,11 +58,10 @@ pub enum Error {
     #[error(transparent)]
     Storage(#[from] memascend_nvme::Error),
 
-    /// A commit failed while it was made durable, or an update in memory failed. After a failed commit, only opening
+    /// A commit failed while it was made durable, an update in memory failed, or
+    /// [`Store::give_up_applied`](crate::Store::give_up_applied) abandoned updates. After a failed commit, only opening
     /// the store again shows whether the root of the new step is on storage.
-    #[error(
-        "a commit or an update of this store failed, and nothing can be saved until the store is opened again: {0}"
-    )]
+    #[error("nothing can be saved in this store until it is opened again: {0}")]
     Broken(Arc<Error>),
 
     /// Host memory could not be allocated.

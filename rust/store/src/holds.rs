@@ -96,8 +96,8 @@ impl<S: Deref<Target = Store>> Hold<S> {
         }
     }
 
-    /// Holds the slot again after `release`. Fails if the slot (or the RAM tier, if `alone` is set) no longer has the
-    /// version of the hold.
+    /// Holds the slot again after `release`. Fails if the slot no longer has the version of the hold or, if `alone` is
+    /// set, if this version is no longer the newest version of the record.
     pub(crate) fn retake(&self) -> Result<()> {
         let mut index = self.store.index.lock();
         if self.open.load(Relaxed) {

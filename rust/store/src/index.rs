@@ -157,8 +157,8 @@ impl Bits {
 #[derive(Debug)]
 pub(crate) enum Phase {
     Open,
-    /// The store was opened at the commit before the newest. Before anything can be staged, `Store::go_back` must
-    /// overwrite the newest root, in root slot `newest`, with a mark.
+    /// The store was opened with `Existing::Previous`. Before anything can be staged, `Store::go_back` must overwrite
+    /// the page of the newer or damaged root, in root slot `newest`, with a mark.
     Previous {
         newest: u64,
     },
@@ -335,8 +335,8 @@ impl Index {
         is_spilled && !self.records[record].is_settled()
     }
 
-    /// Drops a record's staged slot and appended gradient. A settled slot stays, because it has the state of the last
-    /// commit.
+    /// Drops a record's staged slot, announced update and appended gradient. A settled slot stays, because it has the
+    /// state of the last commit.
     pub(crate) fn forget(&mut self, record: usize) {
         let slots = &mut self.records[record];
         if slots.is_settled() {
@@ -351,7 +351,8 @@ impl Index {
         self.log.appended.remove(&record);
     }
 
-    /// Drops all staged slots, except settled slots, all appended gradients, and the error of a failed write.
+    /// Drops all staged slots (except settled slots), announced updates and appended gradients, and the error of a
+    /// failed write.
     pub(crate) fn forget_step(&mut self) {
         (0..self.records.len()).for_each(|record| self.forget(record));
         self.log.discard();

@@ -31,7 +31,7 @@ pub(crate) struct GradientLog {
     pub(crate) head_bytes_max: u64,
     /// The indices, in ascending order, of the records whose updates may be deferred to the next step.
     pub(crate) deferred: Vec<usize>,
-    /// The number of commits with a log head since the store was opened. The turn of a step is this number modulo
+    /// The number of commits that wrote a log head since the store was opened. The turn of a step is this number modulo
     /// `steps`.
     pub(crate) turn: u64,
     /// The state of the log after the last commit.

@@ -3,7 +3,7 @@
 //! [Note: Going back] A damaged root may have been the newest, so an opening uses the other root only if the caller
 //! passes `Existing::Previous`. `settle_on_previous` then verifies every byte of the other commit. After that,
 //! `go_back` writes a mark over the page of the newer or damaged root, and only then can anything be staged. So a
-//! process that is killed at any point leaves the store unchanged, or at the commit before the newest.
+//! process that is killed at any point leaves the store unchanged, or at that other commit.
 
 use std::{
     path::{Path, PathBuf},
@@ -123,7 +123,8 @@ impl Roots {
         }
     }
 
-    /// Returns the newest root. Fails if a page is damaged, because the root in the damaged page may have been newer.
+    /// Returns the newest root. Fails if no root is whole, and if a page is damaged: the root in the damaged page may
+    /// have been newer.
     fn newest(&self) -> Result<Root> {
         self.damaged().map_or_else(|| self.any(), |(_, error)| Err(error.clone()))
     }
@@ -206,7 +207,7 @@ impl Store {
     }
 
     /// Loads the catalog of the commit that `how.existing` selects, and checks that training can continue from this
-    /// commit. With [`Existing::Previous`], also drops the newest commit, unless `how.goes_back_later` is set.
+    /// commit. Also calls [`Store::go_back`], unless `how.goes_back_later` is set.
     pub(crate) fn settle(
         &self,
         roots: &Roots,
@@ -255,8 +256,8 @@ impl Store {
         Ok(())
     }
 
-    /// Drops the newest commit permanently if the store was opened at the commit before it ([`Existing::Previous`]).
-    /// Does nothing otherwise, or if an earlier call has dropped the newest commit.
+    /// If the store was opened with [`Existing::Previous`], overwrites the newer or damaged root with a mark, which
+    /// drops the commit of that root permanently. Does nothing otherwise, or if an earlier call has dropped the commit.
     pub fn go_back(&self) -> Result<()> {
         let Phase::Previous { newest } = self.index.lock().phase else { return Ok(()) };
         self.mark_no_root(newest)?;

@@ -59,7 +59,7 @@ impl Store {
         *locked(&self.settler) = Some(settler.into());
     }
 
-    /// True if the last commit deferred an update of the record, and the record is not settled yet. See
+    /// True if a commit deferred the record's last update, and the record is not settled yet. See
     /// [Note: Deferred updates].
     #[must_use]
     pub fn is_behind(&self, record: usize) -> bool {

@@ -48,8 +48,8 @@ pub enum Existing {
 pub struct Create {
     /// What to do if the paths already hold a store.
     pub existing: Existing,
-    /// With [`Existing::Previous`], keeps the newest commit until the caller calls [`Store::go_back`]. Until then
-    /// nothing can be staged.
+    /// With [`Existing::Previous`], keeps the other root until the caller calls [`Store::go_back`]. Until then nothing
+    /// can be staged.
     pub goes_back_later: bool,
     /// Which commits survive a loss of power or the end of the process.
     pub durability: Durability,

@@ -76,9 +76,9 @@ pub(crate) fn names_folder(path: &Path) -> bool {
 /// missing.
 ///
 /// # Errors
-/// Fails if a device cannot be read, holds other data, belongs to another store, is blank although other devices are
-/// not, or is out of order. The error names this device. Also fails if `paths` is empty, or if the store does not have
-/// as many devices as there are `paths`.
+/// Fails if a path is neither a file nor a block device, or if a device cannot be read, holds other data, belongs to
+/// another store, is blank although other devices are not, or is out of order. The error names this path. Also fails if
+/// `paths` is empty, or if the store does not have as many devices as there are `paths`.
 pub(crate) fn look(paths: &[PathBuf], claim: Option<&Claim>) -> Result<PathState> {
     if paths.is_empty() {
         return Err(Error::Invalid("a store needs at least one path".into()));

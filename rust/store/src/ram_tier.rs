@@ -2,8 +2,8 @@
 //!
 //! [Note: RAM tier versions] `CachedVersions::versions` has the version of each extent in memory. An extent is *fresh*
 //! if its version in memory is the newest version of its record. Otherwise the extent is *stale*. If storage also has
-//! the newest version, `Store::stage` replaces the extent in memory at once, under the version of the next commit. A
-//! discard makes this extent stale, and [`Store::refresh`] then reads it again. If an update was applied only in memory
+//! the newest version, `Store::stage` replaces the extent in memory at once, under the version of the next commit.
+//! After a discard this extent is stale, and [`Store::refresh`] reads it again. If an update was applied only in memory
 //! (`Slots::applied`), memory has the only copy of the newest version, and `Store::stage` does not replace it.
 
 use std::{
@@ -149,8 +149,8 @@ impl Store {
         ram_tier.memory.part(range.start, range.len())
     }
 
-    /// Returns the count of events that may have made extents in memory stale. A fresh extent stays fresh until the
-    /// count changes.
+    /// Returns the count of events that may have made extents in memory stale. While the count is unchanged since a
+    /// [`Store::refresh`], the caller need not refresh again.
     #[must_use]
     pub fn ram_tier_epoch(&self) -> u64 {
         self.index.lock().ram_tier_epoch
@@ -272,8 +272,7 @@ impl Store {
         let into = ram_tier.part(self, record, extent);
         assert_eq!(bytes.len(), into.len(), "the bytes must have the size of the extent");
         // SAFETY: `bytes` and `into` have the same length, asserted above, and do not overlap. The lock on
-        // `CachedVersions` excludes other copies, and the engine stages records in RAM only when it finishes a step: no
-        // module computes.
+        // `CachedVersions` excludes other copies, and the engine stages records in RAM only while no module computes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.as_ptr().as_ptr(), bytes.len()) };
         now.versions[extent as usize] = version;
     }

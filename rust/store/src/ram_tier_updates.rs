@@ -3,7 +3,8 @@
 //!
 //! The engine announces an update before the update's commit ([`Store::announce`]), and applies the update in memory
 //! after the commit ([`Store::application`]). From then on memory has the only copy of the record's newest version,
-//! until [`Store::write_applied`], [`Store::close`] or a snapshot writes this version to the slot that is not live.
+//! until [`Store::write_applied`], a snapshot or, with [`Durability::None`], [`Store::close`] writes this version to
+//! the slot that is not live.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -187,7 +188,7 @@ impl Store {
     }
 
     /// Writes each record whose newest version only memory has, and commits these writes in memory. `Store::close`, the
-    /// caller, makes that commit durable.
+    /// caller, makes that commit durable, unless a record is behind.
     pub(crate) fn close_applied(&self) -> Result<()> {
         let step = Some(self.index.lock()).filter(|index| index.has_ram_only_state()).map(|index| index.step);
         if let Some(step) = step {

@@ -26,9 +26,9 @@ impl Store {
     /// is in RAM, copies the extent from RAM.
     ///
     /// # Errors
-    /// Fails if the record has no such extent, if `buffer` has another size, or if only memory had the newest version
-    /// and no longer has it. If the extent is not in RAM, also fails if gradients of the log, or a deferred update, are
-    /// not applied in the live slot.
+    /// Fails if there is no such record or extent, if `buffer` has another size, or if only memory had the newest
+    /// version and no longer has it. If the extent is not in RAM, also fails if gradients of the log, or a deferred
+    /// update, are not applied in the live slot.
     pub fn read<B: Buffer>(&self, record: usize, extent: u32, buffer: B) -> Result<ExtentRead<'_, B>> {
         let read = self.read_from(self.ram_tier().as_deref(), record, extent, buffer)?;
         if matches!(read.source, Source::Storage(_)) {

@@ -70,8 +70,8 @@ impl Store {
         Ok(paged(self.description.records[record].elements() * dtype.bytes()))
     }
 
-    /// Makes space for a log of the gradients of `records`. From then on, each of these records is written whole once
-    /// in the returned number of steps.
+    /// Makes space for a log of the gradients of `records`. From then on, before each commit the caller must stage the
+    /// records that [`Store::due`] returns.
     ///
     /// Returns the number of steps for which the log has space, at most `steps`. Returns 0 if there is no space: each
     /// step must then write the records whole. Files grow as needed. On a raw device, the log takes the space after the

@@ -40,8 +40,9 @@ impl Store {
     /// the memory of the parts, because later reads use this memory again.
     ///
     /// # Errors
-    /// Fails if a device fails, an extent is damaged, `visit` stops the scan, or a commit changes a record during the
-    /// scan.
+    /// Fails if a record does not exist or cannot be settled, a device fails, an extent or a gradient in the log is
+    /// damaged, only memory had the newest version of a record and no longer has it, `visit` stops the scan, or a
+    /// commit changes a record during the scan.
     pub fn scan(&self, records: &[usize], visit: &mut dyn FnMut(usize, Vec<Part>) -> bool) -> Result<()> {
         let mut versions = Vec::with_capacity(records.len());
         // If a record is behind, settling gives the record the version of the next commit. See

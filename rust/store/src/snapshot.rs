@@ -52,8 +52,9 @@ impl Store {
         self.stage(record, extent, part)
     }
 
-    /// Sets the version of each of `records` in memory to `generation`. The commit of this generation has written these
-    /// records from memory to storage. Each item of `records` has a record and its version before the commit.
+    /// Sets the version in memory of each fresh extent of `records` to `generation`. The commit of this generation has
+    /// written these records from memory to storage. Each item of `records` has a record and its version before the
+    /// commit.
     pub(crate) fn note_written(&self, records: &[(usize, u64)], generation: u64) {
         let Some(ram_tier) = self.ram_tier().filter(|_| !records.is_empty()) else { return };
         for &(record, before) in records {

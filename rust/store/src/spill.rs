@@ -182,8 +182,8 @@ impl Store {
     /// Begins to spill a gradient. If `adds` is true, the caller will write the sum of this gradient and the gradient
     /// that was spilled before. Chooses a place that the newest commit does not name.
     ///
-    /// The record counts as having no spilled gradient until the caller calls [`Store::set_spilled`]. The caller can
-    /// still read a chunk of the earlier gradient until the caller writes the chunk with the same number.
+    /// The record counts as having no spilled gradient until the caller calls [`Store::set_spilled`]. If `adds` is
+    /// true, the caller can still read a chunk of the earlier gradient until it writes the chunk with the same number.
     pub fn begin_spill(&self, record: usize, adds: bool) -> Result<()> {
         self.spills(record)?;
         let generation = self.index.lock().generation + 1;
@@ -191,8 +191,8 @@ impl Store {
         let mut rooms = self.spill.lock();
         let room = &mut rooms.rooms[record];
         room.whole = None;
-        // True if a commit was made since the gradient was spilled. The gradient's checksums are then bound to the
-        // generation of the commit that was made, and not to the generation of the next commit.
+        // With `adds`, true if a commit was made since the earlier gradient was spilled. The checksums of that gradient
+        // are then bound to the generation of the commit that was made, and not to the generation of the next commit.
         let is_old = adds && room.generations[usize::from(room.at)] != generation;
         room.to = match room.committed {
             Some(place) => 1 - place,

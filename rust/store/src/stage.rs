@@ -155,9 +155,9 @@ impl Store {
         self.compared.get_or_init(|| compared);
     }
 
-    /// Returns a digest of the staged bytes and deferred updates of the records that [`Store::compare`] selected. Two
-    /// stores of the same records have equal digests if these bytes and updates are equal. The digest includes deferred
-    /// updates only while a commit is in progress.
+    /// Returns a digest of the staged bytes and deferred updates of the records that [`Store::compare`] selected,
+    /// without the bytes of snapshots. Two stores of the same records have equal digests if these bytes and updates are
+    /// equal. The digest includes deferred updates only while a commit is in progress.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let index = self.index.lock();
