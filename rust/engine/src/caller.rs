@@ -63,7 +63,7 @@ fn started(queue: &Queue) -> Result<Calls> {
     };
     let thread = thread::Builder::new().name("memascend-call".into()).spawn(serve);
     let thread =
-        thread.map_err(|error| Error::Invalid(format!("could not start a thread ({error}): raise ulimit -u")))?;
+        thread.map_err(|error| Error::Invalid(format!("could not start a thread ({error}): check ulimit -u")))?;
     queue.calls_on(thread.thread().id());
     Ok(Calls { begun, ended, thread })
 }

@@ -20,8 +20,8 @@ pub struct Counters {
     pub chunks: u64,
     /// Bytes of state read from storage.
     pub state_read: u64,
-    /// Bytes of values read from storage. A kernel's update reads the values only if the record has no separate master
-    /// weights, and only if the caller gave no values.
+    /// Bytes of values read from storage. Except in a replay, a kernel's update reads the values only if the record has
+    /// no separate master weights, and only if the caller gave no values.
     pub values_read: u64,
     /// Bytes of state written.
     pub state_written: u64,
@@ -33,8 +33,8 @@ pub struct Counters {
     pub spill_written: u64,
     /// Bytes of gradients written to the gradient log.
     pub log_written: u64,
-    /// Updates whose gradient did not fit into the gradient log. The pipeline wrote the whole record of each such
-    /// update instead.
+    /// Updates whose gradient the gradient log rejected, for example for lack of room, although the log admits the
+    /// record. The pipeline wrote the whole record of each such update instead.
     pub unlogged: u64,
     /// Bytes of callers' tensors in queued and running jobs. The `values` that a caller gives to an update or to
     /// `Engine::apply` do not count.

@@ -1,4 +1,4 @@
-//! Defers updates of streamed records: the next step computes and writes these updates.
+//! Defers updates of streamed records: computes and writes these updates after the commit of their step.
 //!
 //! [Note: deferred updates] A commit may name a record's spilled gradient, instead of a slot with the updated record.
 //! The record is then *behind*: its slot still holds the record before this one update. A [`Settle`] job *settles* the

@@ -112,7 +112,7 @@ impl Engine {
         let thread = std::thread::Builder::new()
             .name("memascend-update".into())
             .spawn(move || theirs.serve(others, wholes))
-            .map_err(|error| Error::Invalid(format!("could not start a thread ({error}): raise ulimit -u")))?;
+            .map_err(|error| Error::Invalid(format!("could not start a thread ({error}): check ulimit -u")))?;
         let (ram_tier, thread) = (RamTierGradients::default(), Mutex::new(Some(thread)));
         let (whole_bytes, threads, maker) = (options.whole_bytes, options.threads, Maker::here());
         Ok(Self { shared, ram_tier, thread, staging_bytes, whole_bytes, threads, maker })
@@ -121,8 +121,8 @@ impl Engine {
     /// Queues a job that writes the first values of a record. The job also sets the record's count of updates to
     /// `first.step`. It reads nothing from storage.
     ///
-    /// Returns once the queue has room for the tensors in `first`. The job holds these tensors until it has written
-    /// them to storage.
+    /// Returns once the queue has room for the tensors in `first`. The job holds these tensors until it has copied
+    /// them to staging chunks.
     pub fn fill(&self, record: usize, first: First, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;
         let fill = Fill::new(&self.shared.store, record, first)?;
@@ -381,7 +381,8 @@ impl Engine {
     }
 
     /// Drops the queued jobs that are not urgent, waits until all other jobs have stopped, and ends the thread.
-    /// Uncommitted updates are lost. A second call does nothing. A call in a forked child does nothing, too.
+    /// Uncommitted updates are lost. A second call does nothing. A call in a forked child does nothing, too. A call by
+    /// a function that the engine runs does not wait.
     pub fn close(&self) {
         if self.here().is_err() {
             return;

@@ -261,8 +261,8 @@ impl Work for Fill {
 }
 
 /// Returns an error if a tensor in `wide` is not aligned, or does not have the record's number of float32 elements.
-/// Also returns an error for master weights unless the format is compact, and for a moment if the format stores moments
-/// in float32.
+/// Also returns an error for master weights unless the format stores them in two parts ([`Master::Compact`]), and for a
+/// moment if the format stores moments in float32.
 fn require_wide(described: &Record, wide: &WideState<Box<dyn Buffer>>) -> Result<()> {
     let name = &described.name;
     let nbytes = described.elements() as usize * size_of::<f32>();

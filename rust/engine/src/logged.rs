@@ -1,4 +1,4 @@
-//! Applies gradients of the gradient log, with the same kernels that apply gradients in a step.
+//! Applies gradients by rules of the gradient log, with the same kernels that apply gradients in a step.
 
 use memascend_math::{Rule, scale};
 use memascend_store::{Dtype, Shared, Store};
@@ -38,7 +38,8 @@ pub(crate) fn fitting(store: &Store, record: usize, rule: &memascend_store::Logg
     )))
 }
 
-/// Updates the chunk of a turn with a logged gradient. First multiplies `gradient` by each factor, in place.
+/// Updates the chunk of a turn with `gradient`, by a rule of the log. First multiplies `gradient` by each factor, in
+/// place.
 pub(crate) fn applied(
     bench: &Workbench<'_>,
     turn: &Turn,

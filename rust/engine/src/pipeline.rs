@@ -38,8 +38,8 @@ use crate::{
 /// speed of I/O without arithmetic. With 12 chunks, it reached at least 0.95. With 16 chunks, it was no faster than
 /// with 12.
 pub const CHUNKS_DEFAULT: usize = 12;
-/// The longest time that the pipeline waits for a staging chunk. A chunk becomes free when its last write has ended. If
-/// no chunk becomes free within this time, functions of the user have kept tensors of chunks.
+/// The longest time that the pipeline waits for a staging chunk. A chunk becomes free when its turn has ended. If no
+/// chunk becomes free within this time, functions of the user have kept tensors of chunks.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A job that has begun. Rust drops the fields in the order of their declaration. So `work` drops the caller's tensors

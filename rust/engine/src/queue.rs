@@ -191,7 +191,7 @@ impl Queue {
 
     /// Adds a job once the queue has room for its bytes. A job whose bytes exceed the bound is added once
     /// `queued_bytes` is 0. Returns an error if the step has failed, the pipeline's thread has ended early, or the
-    /// engine is closed.
+    /// engine is closed, and the errors of [`Queue::wait`].
     pub(crate) fn push(&self, job: Job, wait: &mut Wait<'_>) -> Result<()> {
         let bytes = job.mark.nbytes;
         let bytes_max = self.bytes_max;

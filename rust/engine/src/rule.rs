@@ -127,8 +127,8 @@ named_numbers!(
     [lr, momentum, dampening, weight_decay, nesterov, step, grad_scale, maximize, seed]
 );
 
-/// Decodes a rule and its factors. Returns an error if this version of memascend does not know the rule, or if the rule
-/// lacks a number.
+/// Decodes a rule and its factors. Returns an error if this version of memascend does not know the rule, or if a number
+/// of the rule is missing or does not fit its type.
 pub(crate) fn taken(rule: &LoggedRule) -> Result<(Taken, Vec<f32>)> {
     let taken = match (rule.name.as_str(), rule.arithmetic) {
         (ADAM, ADAM_ARITHMETIC) => Taken::Single(scalars(rule)?),

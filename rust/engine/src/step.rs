@@ -118,8 +118,9 @@ impl Engine {
         self.commit_agreed(commit, wait, &mut || true)
     }
 
-    /// Commits like [`Engine::commit`], together with other ranks. Calls `agree` after all data is flushed, and before
-    /// a root names this data. If `agree` returns `false`, the commit fails, and the last commit stays live.
+    /// Commits like [`Engine::commit`], together with other ranks. Calls `agree` before the step becomes live: if the
+    /// store writes a root, after the flush and before the write of the root. If `agree` returns `false`, the commit
+    /// fails, and the last commit stays live.
     pub fn commit_agreed(&self, commit: Commit, mut wait: Wait<'_>, agree: &mut dyn FnMut() -> bool) -> Result<u64> {
         self.here()?;
         self.write_all(&mut wait)?;
@@ -198,7 +199,7 @@ impl Engine {
         Ok(self.shared.store.discard_record(record, wait)?)
     }
 
-    /// Waits for the jobs of a record, then forgets the staged update of the record. Unlike [`Engine::discard_record`],
+    /// Waits for the jobs of a record, then forgets its held-back or staged update. Unlike [`Engine::discard_record`],
     /// this function keeps a gradient that the jobs have spilled.
     pub fn take_back(&self, record: usize, mut wait: Wait<'_>) -> Result<()> {
         self.known(record)?;

@@ -1,5 +1,5 @@
-//! Measures how fast this crate provides host memory. Compares leases with `posix_memalign`, a ring whose chunks go to
-//! another thread with the channel alone, and huge pages with pages of 4 KiB.
+//! Measures how fast this crate provides host memory. Compares leases with `posix_memalign`, handing over chunks of a
+//! ring with handing over numbers, and huge pages with pages of 4 KiB.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![expect(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 

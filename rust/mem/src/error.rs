@@ -57,7 +57,7 @@ pub enum Error {
     Invalid(String),
 
     /// The caller asked for pinned memory, but pinning failed.
-    #[error("memory cannot be pinned as asked: {why}; or pass pin=\"auto\", which accepts memory that is not pinned")]
+    #[error("memory cannot be pinned as asked: {why}; pin=\"auto\" accepts memory that is not pinned")]
     PinRefused {
         /// The reason and, if there is one, a remedy.
         why: String,

@@ -52,7 +52,7 @@ struct Heap {
     /// Addresses of the allocations that occupy holes.
     occupied: Vec<usize>,
     /// The result of [`touched_bytes`] at the end of the last step, or at the start of the first backward. `None` until
-    /// the first backward after [`settle_heap`].
+    /// the first backward, or the first end of a step, after [`settle_heap`].
     touched: Option<u64>,
     /// True if freed memory stays in the heap: after a step with a large batch, if enough memory was available.
     keeps: bool,
@@ -96,7 +96,8 @@ pub fn begin_heap_backward() {
 
 /// Ends a step with `backwards` backward passes. Returns freed memory to the system, until a step has a large batch.
 /// From such a step on, the heap keeps freed memory, if the available memory is more than half of what an average pass
-/// touched.
+/// touched. If the user has set the thresholds by environment variables, this always returns freed memory. If
+/// `MEMASCEND_MALLOC=system` is set, the heap stays unchanged.
 pub fn end_heap_step(backwards: u64, model_bytes: u64) {
     let mut heap = heap();
     let touched = touched_bytes();

@@ -300,7 +300,9 @@ pub(crate) fn open_all(mut devices: Vec<Device>, options: &Options, stripe_bytes
     let found = if devices.len() == 1 && devices[0].kind == DeviceKind::File { smallest } else { capacity };
     let size_bytes = size_bytes.unwrap_or(found).min(capacity);
     if size_bytes == 0 {
-        return Err(Error::Invalid("a volume cannot have 0 bytes; pass a larger size=".into()));
+        return Err(Error::Invalid(
+            "the smallest device is too small; pass size= to grow files, a smaller stripe=, or larger devices".into(),
+        ));
     }
     Ok(Opened { devices: devices.into(), size_bytes, alignment: alignment_after })
 }

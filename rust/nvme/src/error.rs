@@ -192,7 +192,7 @@ fn advice(errno: i32) -> &'static str {
     match errno {
         libc::ENOSPC => "; free space on the file system, or choose a smaller size",
         libc::EDQUOT => "; raise the quota, or choose a smaller size",
-        libc::EIO => "; the device or the file system behind it reported a fault: see `dmesg`",
+        libc::EIO => "; the device or the file system behind it may be faulty: see `dmesg`",
         libc::EROFS => "; the device or its file system is read-only, perhaps because of an error: see `dmesg`",
         libc::EFBIG => "; raise the file size limit (`ulimit -f`), or use a file system that allows larger files",
         libc::ENODEV | libc::ENXIO => "; the device was removed or has failed: see `dmesg`",

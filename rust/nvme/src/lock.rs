@@ -32,9 +32,9 @@ pub(crate) fn lock(file: &File, path: &Arc<Path>) -> Result<()> {
     }
 }
 
-/// How long `lock` waits for a killed process that has transfers in flight: the kernel keeps the device open and locked
-/// until the last transfer ends. Transfers rarely take two seconds. If the device is still locked after this time,
-/// `lock` fails, so a user does not wait long for the error.
+/// How long an opener waits for a killed process that has transfers in flight: the kernel keeps the device open and
+/// locked until the last transfer ends. Transfers rarely take two seconds. If the device is still in use after this
+/// time, the opener fails, so a user does not wait long for the error.
 const DEAD_HOLDER_WAIT: Duration = Duration::from_secs(2);
 const DEAD_HOLDER_POLL: Duration = Duration::from_millis(5);
 

@@ -13,8 +13,8 @@ use crate::{
 /// The largest request, in bytes. Every measured disk reaches its peak bandwidth with requests of 1 MiB. Larger
 /// requests gain nothing and miss the L3 cache.
 pub const REQUEST_BYTES_MAX: usize = 1 << 20;
-/// How often in a row a backend retries a request after EINTR, EAGAIN, ENOMEM or a transfer of less than a block. With
-/// [`PAUSE`] the retries take about two seconds; a shortage of memory that lasts longer is not temporary.
+/// How often in a row, at most, a backend retries a request after EINTR, EAGAIN, ENOMEM or a transfer of less than a
+/// block. With [`PAUSE`] the retries take about two seconds; a shortage of memory that lasts longer is not temporary.
 const TRIES_MAX: u32 = 2_000;
 /// The number of retries without a pause. Each later retry follows a pause of [`PAUSE`].
 const TRIES_AT_ONCE: u32 = 8;

@@ -1,9 +1,9 @@
 //! Performs unaligned reads and writes: dedicated threads copy the bytes through aligned chunks of memory.
 //!
-//! Each thread has one chunk on huge pages and moves one piece of an operation at a time. If a piece of a write does
-//! not fill its first or last block, the thread reads this block into the chunk, copies the new bytes into the chunk
-//! and writes all blocks of the piece. During these steps the thread has an alone hold on these blocks (see [Note:
-//! block holds] in `traffic.rs`).
+//! Each thread has one chunk (on huge pages if possible) and moves one piece of an operation at a time. If a piece of a
+//! write does not fill its first or last block, the thread reads this block into the chunk, copies the new bytes into
+//! the chunk and writes all blocks of the piece. During these steps the thread has an alone hold on these blocks (see
+//! [Note: block holds] in `traffic.rs`).
 
 use std::{
     collections::VecDeque,

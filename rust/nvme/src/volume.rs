@@ -217,9 +217,9 @@ impl Volume {
         self.size_bytes.load(Relaxed)
     }
 
-    /// Permanently grows the volume's files until the volume holds `size_bytes`. Returns false, and keeps the size of
-    /// the volume, if a file system has no room, a raw device is too small, or the volume is simulated or closed. Files
-    /// that have grown before the failure stay grown.
+    /// Returns true at once if the volume holds `size_bytes` already. Otherwise permanently grows the volume's files
+    /// until it does. Returns false, and keeps the size of the volume, if a file system has no room, a raw device is
+    /// too small, or the volume is simulated or closed. Files that have grown before the failure stay grown.
     pub fn grow(&self, size_bytes: u64) -> Result<bool> {
         let devices = self.opened();
         let Some(of_device) = self.context.striping.device_bytes(size_bytes, self.context.block_bytes as u64) else {
