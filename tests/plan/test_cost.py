@@ -77,7 +77,7 @@ def test_spilled_gradients_add_a_separate_update_phase():
 # --- deferred and early updates ---------------------------------------------------------
 
 # Like `KEPT`, but an update also reads the values. If updates are deferred, modules of the next step use the values
-# that the updates read: the forward reads 8 GB less. With "next backward", the backward also reads 6 GB less.
+# that the updates read, so the forward reads 8 GB less. With "next backward", the backward also reads 6 GB less.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},
@@ -209,8 +209,8 @@ def test_shared_processors_add_update_seconds_to_compute():
     drive = Drive(read=5 * GB, write=4 * GB, processor_seconds=0.03 / GB)
     forward, last = phases(plan(), Work(forward=2.0, backward=4.0), drive, host)
     assert forward.parts["compute"] == pytest.approx(2 + 0.13 * 8)
-    # The gradient of the first block arrives at the end of the backward. The update of this block, an eighth of the
-    # whole update, therefore counts in `tail` and not in `parts`.
+    # The gradient of the first block arrives at the end of the backward. To compute the update of this block takes an
+    # eighth of the 6 seconds. This eighth counts in `tail` and not in `parts`.
     assert last.parts["compute"] == pytest.approx(4 + 6 * 7 / 8 + 0.13 * (46 + 48), rel=1e-6)
     assert "update" not in last.parts
 

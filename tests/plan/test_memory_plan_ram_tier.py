@@ -234,8 +234,7 @@ def test_moved_bytes_fall_linearly_from_comfortable_to_all_in_ram(dtype, kind, d
     moved, takes = MOVED[dtype] * elements, RAM_TIER[dtype] * elements
     still = LOGGED[dtype] * elements if log else 0
     if kind is torch.optim.SGD:
-        # The constants above are for AdamW. SGD has one moment and a whole master weight, so the bytes for SGD are
-        # taken from the plan.
+        # The constants above are for AdamW, so this test takes the bytes for SGD from the plan.
         moved, takes = default.moved_bytes, default.all_in_ram - default.comfortable
     assert default.all_in_ram - default.comfortable == pytest.approx(takes, rel=0.01)
     for part in range(6):

@@ -103,9 +103,10 @@ def test_readme_loop_trains_and_its_second_run_takes_no_step(loaded, tmp_path):
 
 
 def lines(path):
-    """Yields each command of a page as one line: commands in code blocks, and `memascend` commands in sentences.
+    """Yields commands of a page, each as one line.
 
-    Leaves out commands without options in sentences.
+    These are the commands in "console" blocks and in blocks of no kind, and `memascend` commands in sentences. Of the
+    commands in sentences, yields only those that have an option with a word after it.
     """
     for span in re.findall(r"`(memascend [^`]* --\w[^`]* [^`]+)`", BLOCK.sub("", path.read_text())):
         yield " ".join(span.split())

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 def run(monkeypatch, capfd):
     """Returns a function that runs an example and returns the example's output.
 
-    The example runs in this process, which has already imported the modules of the example.
+    The example runs in this process, which has already imported torch.
     """
 
     def run(name, *arguments):
@@ -92,8 +92,8 @@ def test_lora_saves_trained_adapters_and_writes_frozen_values_once(run, small, t
     assert len(adapters) == 8
     assert all(tensor.isfinite().all() and tensor.any() for tensor in adapters.values())
     assert (tmp_path / "adapters/tokenizer.json").is_file()
-    # Frozen values are written only once, before the first step. A step therefore writes less than a tenth of the bytes
-    # of all first values.
+    # Frozen values are written only once, before the first step. The values that a step writes therefore have less than
+    # a tenth of the bytes of all first values.
     written = dict(re.findall(r"^written +(\S+(?: \S+)*?)  +(\S+ \S+)", out, re.MULTILINE))
     assert size(written["values"]) / 3 < size(written["first values"]) / 10
 
@@ -112,7 +112,7 @@ def test_mixture_of_experts_resumes_and_saves_separate_experts(run, tmp_path):
     assert [step for step, _ in losses(out)] == list("123")
     assert all(float(norm) > 0 for norm in re.findall(r"norm (\S+)", out))
     assert all(float(share) > 0 for share in re.findall(r"balance (\S+),", out))
-    # During training, the experts of a layer are one parameter. In the saved file, the experts are separate tensors, as
+    # During training, the experts of a layer share parameters. In the saved file, the experts have separate tensors, as
     # in the original file.
     assert tensors(tmp_path / "out/model.safetensors") == tensors(tmp_path / "model/model.safetensors")
     trained, first = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "model"))
@@ -153,7 +153,7 @@ def test_interrupted_finetune_resumes_with_the_same_losses_and_weights(run, smal
     more = ("--batch", 2, "--accumulate", 2, "--lr", 1e-3)
     whole = losses(run("finetune.py", *small[:4], "--storage", tmp_path / "other", "--output", tmp_path / "a", *more))
     assert [step for step, _ in whole] == list("123")
-    # Interrupts the run within its second step, like a kill. The schedule of the learning rate still has three steps.
+    # Interrupts the run within its second step. The schedule of the learning rate still has three steps.
     stopped = iter(range(3))
     own = torch.optim.lr_scheduler.LambdaLR.step
 

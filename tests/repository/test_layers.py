@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # For each crate: the crates of this repository that it may use, and the external crates that it may use. The tests and
-# benches of a crate may use any crate.
+# benches of a crate may use any crate that `RESERVED` does not name.
 CRATES = {
     "memascend-mem": ({}, {"libc", "rustix", "thiserror"}),
     "memascend-math": ({}, {"thiserror"}),

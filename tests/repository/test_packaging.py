@@ -127,7 +127,10 @@ def requirements(text, seen):
 
 @pytest.fixture(scope="module")
 def bare(wheel, tmp_path_factory):
-    """Makes an environment with the wheel and with links to this environment's torch; returns the new interpreter."""
+    """Makes an environment with the wheel, and returns the new interpreter.
+
+    The environment has links to torch, safetensors and their requirements in this environment.
+    """
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"

@@ -1,4 +1,4 @@
-"""Tests steps that need more memory for units than planned: they get it, or raise BudgetError if a budget was given."""
+"""Tests steps that need more memory for units than planned: they get the memory, or raise an error."""
 
 import re
 from functools import partial

@@ -128,7 +128,7 @@ def test_offload_error_names_the_attribute_that_holds_a_view_of_a_weight(tmp_pat
 
 @pytest.mark.parametrize("export", [torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack])
 def test_offload_rejects_a_frozen_weight_exported_by_dlpack(tmp_path, export):
-    """DLPack keeps the parameter itself alive. DLPack makes no second tensor that shares the parameter's memory."""
+    """An export by DLPack keeps the parameter itself alive."""
     model = chain(3)
     model[0].requires_grad_(False)
     kept, optimizer = export(model[0].weight), sgd(model[1:])

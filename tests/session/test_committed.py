@@ -38,9 +38,10 @@ class Counting(nn.Module):
 
 
 class Codebook(Counting):
-    """A model whose buffer the tests change through `.data`, so that torch counts no new version of the buffer.
+    """A model whose forward does not change its buffer.
 
-    `vector_quantize_pytorch` changes buffers in this way.
+    Like `vector_quantize_pytorch`, a test changes the buffer through `.data`. torch then counts no new version of the
+    buffer.
     """
 
     def forward(self, x):
@@ -323,8 +324,8 @@ def test_failed_commit_changes_neither_loss_scale_nor_count_of_edits(tmp_path):
 # --- Ctrl-C at any line of a forward and a backward ------------------------------------------------
 
 PACKAGE = os.path.dirname(memascend.__file__)
-# The number of executed lines from one interrupt to the next. The number is odd, and each case starts at a different
-# line, so the cases together interrupt many different lines.
+# Each backward is interrupted this number of executed lines later than the backward before. The number is odd, and each
+# case starts at a different line, so the cases together interrupt many different lines.
 STRIDE = 97
 
 
@@ -375,10 +376,10 @@ def interrupted(run, line, functions=None):
 
 
 def continues(tmp_path, way, gradients, lines, functions=None):
-    """Interrupts one backward at each of `lines`, and requires that the next step has the bits of training in memory.
+    """For each of `lines`, interrupts a forward or its backward, and requires that the next step equals torch's.
 
-    Drops the gradients between the interrupt and the next step. `way` names the way to drop the gradients. Returns the
-    number of interrupts.
+    Drops the gradients between the interrupt and the next step. `way` names the way to drop the gradients. Ends at the
+    first line that a forward and its backward do not reach. Returns the number of interrupts.
     """
     plain, theirs, model, ours = twins(tmp_path, gradients, lambda: chain(bias=True))
     ways = {

@@ -105,7 +105,7 @@ def test_step_with_gradients_as_views_of_one_buffer_equals_torch(tmp_path, gradi
 class Flat(torch.nn.Module):
     """A module that returns a flat view of its weight.
 
-    Autograd does not copy the argument `gradient` of backward(): its gradient of the weight is a view of this argument.
+    Autograd does not copy the argument `gradient` of backward(), so the weight's gradient is a view of this argument.
     """
 
     def __init__(self):
@@ -166,9 +166,10 @@ def test_autograd_grad_through_a_checkpoint_counts_as_no_backward(tmp_path):
      ("touched", "fused"), ("touched", "ssd")],
 )  # fmt: skip
 def test_nested_backward_on_the_same_weight_equals_torch(tmp_path, way, gradients):
-    """The outer backward adds to the gradient of a weight, and so does the inner backward. Either may come first.
+    """Two backwards add to the gradient of one weight.
 
-    "own" uses a checkpoint function that is not from torch.
+    In "own" and "twice", two inner backwards do so. In the other cases, an outer and an inner backward do so, in either
+    order. "own" uses a checkpoint function that is not from torch.
     """
 
     def forward(model, seed):

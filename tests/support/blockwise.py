@@ -43,7 +43,7 @@ def _codes_of_points(*, signed: bool) -> torch.Tensor:
     middles = 0.5 * (numbers[:-1] + numbers[1:])
     points = torch.arange(_POINTS, dtype=torch.float32)
     shares = (points + points) / float(_POINTS - 1) - 1.0
-    # bucketize() counts the midpoints below each share: the count is the code of the value nearest to the share.
+    # bucketize() counts the midpoints below each share. This count is the code of the value nearest to the share.
     return torch.bucketize(shares, middles, right=False).to(torch.uint8)
 
 

@@ -2,8 +2,8 @@
 
 `python faulty_fuse.py MOUNTPOINT BYTES CONTROL` serves the file system until it is unmounted, or the process is killed.
 On SIGTERM, and when its parent process ends, the process unmounts the file system and exits. CONTROL is a JSON file of
-faults. The process reads CONTROL before it answers a read, write or fsync. "delay" is in seconds:
-{"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
+faults. The process reads CONTROL before it answers a read, write or fsync. An example of CONTROL, with "delay" in
+seconds: {"read": {"errno": 5}, "write": {"errno": 5}, "fsync": {"errno": 5}, "delay": 0.5}.
 """
 
 import ctypes

@@ -49,8 +49,7 @@ class Loaded:
         """Stores how the first `run` starts the interpreter.
 
         `environment` has the environment variables of the interpreter. None: the variables of this process. The
-        interpreter imports `modules` in addition to torch. `warnings` are values of the option `python -W` for the
-        programs.
+        interpreter imports `modules` in addition to torch. `warnings` are the values of its options `-W`.
         """
         self._environment = environment
         self._modules = modules
@@ -60,10 +59,13 @@ class Loaded:
     def run(self, program, *arguments, env, timeout, whole=False):
         """Runs a program as `python -c` would; returns its `Done`. Raises AssertionError after `timeout` seconds.
 
-        If the program runs to its last line and `whole` is false, `end` replaces Python's shutdown.
+        Also raises AssertionError if the program does not begin within `BEGINS_WITHIN` seconds. If the program runs to
+        its last line and `whole` is false, `end` replaces Python's shutdown.
         """
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
+            out.touch()
+            err.touch()
             wanted = {
                 "program": program,
                 "arguments": arguments,
@@ -79,7 +81,8 @@ class Loaded:
             except TimeoutError:
                 self.close()
                 raise AssertionError(
-                    f"the program did not end within {timeout} s\n{out.read_text()}\n{err.read_text()}"
+                    f"the program did not begin within {BEGINS_WITHIN} s, or did not end within {timeout} s\n"
+                    f"{out.read_text()}\n{err.read_text()}"
                 ) from None
             except BaseException:
                 # Without close(), the next `run` would read this program's status.

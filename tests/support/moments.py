@@ -121,7 +121,7 @@ _NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"),
 
 
 class MomentsInRam(torch.optim.Optimizer):
-    """Adam, AdamW or SGD for flat float32 parameters.
+    """Adam, AdamW or SGD for contiguous float32 parameters.
 
     Between steps, the moments are stored in the formats that `widths` names.
     """

@@ -1,4 +1,4 @@
-"""Runs `memascend plan` on the config of a small Llama model, and measures the peak of allocated bytes."""
+"""Runs `memascend plan` on the config of a small Llama model; finds the peak of allocated bytes in a profile."""
 
 import json
 

@@ -108,8 +108,8 @@ def output(call):
 def offloaded(folder, *, kind=torch.optim.AdamW, dtype=torch.bfloat16, of="plain", shards=True, mesh=None, **options):
     """Offloads a model of kind `of`.
 
-    The caller divides each loss by the total number of micro-batches on all ranks. With `shards=False`, `offload()`
-    itself shards the model if there are several ranks.
+    FSDP2 does not divide the gradient sums of the ranks. With `shards=False`, `offload()` itself shards the model if
+    there are several ranks.
     """
     with torch.device("meta" if "checkpoint" in options else "cpu"):
         trained = model(dtype, of)

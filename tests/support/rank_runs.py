@@ -107,8 +107,9 @@ def filled(ranks):
 def life(folder, name, options):
     """Trains on this rank; returns a dict of results.
 
-    "opened" is the step at which the run began, and "committed" is the last step. "digests" has a digest for each of
-    these steps. "error" is the error that ended the training, or None.
+    "opened" is the step at which the run began. "committed" is the last step for which `step()` returned, or "opened".
+    "digests" has a digest for each step from "opened" to "committed". "error" is the error that ended the training, or
+    None.
     """
     options = {**DEFAULTS, "folder": folder, **options}
     rank, count = distributed.get_rank(), distributed.get_world_size()
@@ -156,8 +157,8 @@ def life(folder, name, options):
         answer |= {"error": f"{type(error).__name__}: {error}", "ranks": list(getattr(error, "ranks", ()))}
         if optimizer is not None:
             optimizer.close()
-    # After an error: the seconds since the last step began, or since the call of `offload()` if no step began. Without
-    # an error: the seconds since this training began.
+    # After an error: the seconds since the last step began, or since the call of `offloaded` if no step began. Without
+    # an error: the seconds since the call of `offloaded`.
     answer["seconds"] = time.monotonic() - (began if answer["error"] else first)
     return answer
 
@@ -183,12 +184,12 @@ def _digest(trained, optimizer):
 
 
 def _watch(options):
-    """Patches functions so that the fault happens when this rank reaches the point in `options`.
+    """Patches functions so that the fault happens when a rank in `faulty` reaches the point in `options`.
 
     The point "time" starts a timer instead. `life` itself causes faults at "begin", "between" and "close". The points
     in the patched functions are:
     - "before" or "after" a phase: around the agreement of the ranks on this phase of a commit
-    - "before groups", "in groups": before and after the ranks form groups
+    - "before groups", "in groups": before and after this rank first waits for all ranks, in order to form groups
     - "filling": while a store is refilled from the store of a replica
     - "filled": before the refilled store is verified
     - "saving": in the middle of a save

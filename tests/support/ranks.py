@@ -37,8 +37,8 @@ def on_ranks(count, function, folder, *arguments, seconds=100, ends=(0,)):
 
     Args:
         count: number of ranks.
-        function: a function of a test module. The process that forks the ranks imports the module from its file, and
-            finds the function by name.
+        function: a function at the top level of a module. The process that forks the ranks imports the module from its
+            file, and finds the function by name.
         folder: the folder that the ranks may write to.
         arguments: the arguments of the function after `str(folder)`. `on_ranks` pickles them.
         seconds: time limit. After this time, `on_ranks` kills all ranks and raises AssertionError.

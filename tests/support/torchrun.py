@@ -26,7 +26,7 @@ fsdp_config:
 def command(*words, count=2, options=()):
     """Returns the command that starts `words` on `count` ranks of this host.
 
-    `words` name a script, or are `-m` and the name of a module.
+    `words` are a script, or `-m` and the name of a module, and the arguments.
     """
     start = ("-m", "torch.distributed.run", "--standalone", *options, "--nproc-per-node", count)
     return [sys.executable, *start, *words]

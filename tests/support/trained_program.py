@@ -101,7 +101,7 @@ class OwnDice:
 
 
 class Habits(transformers.TrainerCallback, ExportableState):
-    """A callback that changes weights, options and frozen layers in the Trainer's events, as user programs do."""
+    """A callback that changes weights and options, and freezes a layer, in the Trainer's events, like user programs."""
 
     def __init__(self, norms=(), seen=None):
         self.norms, self.seen = norms, seen or {}
@@ -246,7 +246,7 @@ def made(
 ):
     """Returns a Trainer with warm-up, evaluations and checkpoints.
 
-    A step has four micro-batches, and the last step of an epoch has fewer.
+    By default, a step has four micro-batches, and the last step of an epoch has fewer.
     """
     arguments = transformers.TrainingArguments(
         **{
