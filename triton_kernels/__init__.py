@@ -4,8 +4,9 @@ Each kernel has three parts here: the public wrapper and its torch reference in 
 that ends in `_jit`. The bodies for CPU are in rust/math. `routes` chooses the implementation for a device. `scalars`
 computes the scalars of an update. `sums` keeps exact sums of squares.
 
-Invariant: results of the kernels are bit-identical for every number of threads, instruction set, alignment and device.
-Squares are added as integers, so their order does not matter. A call that raises ConfigError has changed nothing.
+Invariant: results of the kernels are bit-identical for every number of threads, instruction set, alignment and device
+that has kernels. The kernels add squares as integers, so their order does not matter. A call that raises ConfigError
+has changed nothing.
 
 This package imports triton only for CUDA tensors. Its temporary memory has a limit that does not depend on the size of
 the tensors. The package does not depend on other parts of memascend such as units and stores. `import memascend` does

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,11 +98,11 @@ def factor_of(name: str, value: float) -> float:
     """Returns `value` as a float, after checking that it is finite in fp32.
 
     Raises:
-        ConfigError: `value` is not a number, or is outside the range of fp32.
+        ConfigError: `value` is not an int or a float, is NaN, or is outside the range of fp32.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} is a {type(value).__name__}: pass a float")
-    if not math.isfinite(value) or abs(value) > torch.finfo(torch.float32).max:
+    if not abs(value) <= torch.finfo(torch.float32).max:  # also true for NaN
         raise ConfigError(f"{name} is {value}: pass a number that is finite in fp32")
     return float(value)
 

@@ -85,7 +85,7 @@ def check_and_unscale(
 def checked(values: torch.Tensor) -> tuple[bool, Squares]:
     """Returns whether an element of `values` is not finite, and the exact sum of squares.
 
-    `values` must be in host memory.
+    If an element is not finite, returns inf or NaN instead of the sum. `values` must be in host memory.
     """
     require("values", values)
     place = values.data_ptr(), FLOATS.index(values.dtype), values.numel()
@@ -101,7 +101,7 @@ def begin_check(tensors: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
     Args:
         tensors: the tensors to check, with the requirements of `check_and_unscale`. The current stream reads these
             tensors.
-        sums: a result of `new_sums` with one row for each tensor. The kernel adds to the rows, and `found_in` reads the
+        sums: a result of `new_sums` with one row for each tensor. The check adds to the rows, and `found_in` reads the
             rows.
     """
     for index, tensor in enumerate(tensors):

@@ -15,8 +15,8 @@ class Scalars:
     """The scalars of a step, which are the same for all elements. Each float is exact in fp32.
 
     Attributes:
-        grad_factor: the factor of the gradient; negative if the loss is maximised.
-        decay: `1 - lr * weight_decay`, the factor of the parameter (AdamW).
+        grad_factor: the factor of the gradient: `grad_scale`, or `-grad_scale` if the loss is maximised.
+        decay: the factor of the parameter: `1 - lr * weight_decay` for AdamW, 1 for Adam.
         l2: the multiple of the parameter that is added to the gradient: `weight_decay` for Adam, 0 for AdamW.
         first_weight: the weight of `g - m` in the first moment: `1 - beta1` if `1 - beta1` is below one half, else
             `-beta1`.
@@ -63,7 +63,7 @@ def checked_scalars(
         raise ConfigError(f"betas is {betas!r}: pass a pair of numbers")
     beta1, beta2 = (factor_of(f"betas[{i}]", beta) for i, beta in enumerate(betas))
     if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 53:
-        raise ConfigError(f"step is {step!r}: pass the number of this update, as an int from 1")
+        raise ConfigError(f"step is {step!r}: pass the number of this update, as an int from 1 to 2**53 - 1")
     factor = factor_of("grad_scale", grad_scale)
     lr, eps, weight_decay = numbers
     fields = _core.kernel_scalars(lr, (beta1, beta2), eps, weight_decay, decoupled, step, factor, bool(maximize))

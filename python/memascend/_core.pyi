@@ -115,7 +115,7 @@ class Region:
 
     @property
     def why_not_huge(self) -> str | None:
-        """The reason why some bytes are not on huge pages; None if all bytes that can be on huge pages are there."""
+        """Why the system has no huge pages, or why the region has fewer huge pages than fit into it; else None."""
 
     @property
     def closed(self) -> bool:
@@ -255,7 +255,7 @@ class FileMemory:
 class Lease:
     """The right to use bytes of an arena or a ring.
 
-    The slot is free again once the lease and every tensor in it are gone.
+    The slot is free again once the lease was released or deleted, and every tensor in it is gone.
     """
 
     @property
@@ -344,7 +344,7 @@ def regions() -> list[dict[str, Any]]:
     """Returns every region that is mapped now: its "owner", "bytes" and how it is "pinned"."""
 
 def settle_heap() -> None:
-    """Makes the C library serve large allocations by mmap from now on.
+    """Makes the C library serve large allocations by mmap, until `end_heap_step` makes the heap keep freed memory.
 
     The function also occupies the holes of the C library's heap, and returns free heap memory to the system. With
     `MEMASCEND_MALLOC=system` in the environment, the function does nothing. If the environment sets glibc's own
@@ -354,14 +354,16 @@ def settle_heap() -> None:
 def begin_heap_backward() -> None:
     """Marks the start of a backward; call this function before each backward.
 
-    The first call notes how many bytes the process has touched. `end_heap_step` counts only bytes touched later.
+    The first call after `settle_heap` notes how many bytes the process has touched. The next `end_heap_step` counts
+    only bytes touched later.
     """
 
 def end_heap_step(backwards: int, model_bytes: int) -> None:
     """Ends a step that ran `backwards` backward passes.
 
-    The function returns free heap memory to the system. But if each backward pass touched far more than `model_bytes`,
-    and enough memory is available, the heap keeps freed memory from now on.
+    The function returns free heap memory to the system. But if a backward pass touched far more than `model_bytes` on
+    average, and enough memory is available, the heap keeps freed memory from now on. The environment variables that
+    limit `settle_heap` limit this function in the same way.
     """
 
 @final
@@ -376,8 +378,8 @@ class Volume:
     def read(self, into: torch.Tensor | Buffer, offset: int) -> Ticket:
         """Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
 
-        If offset, length and address are multiples of `alignment`, the device writes directly to the memory of `into`;
-        otherwise the bytes are copied.
+        If offset, length and address are multiples of `alignment`, memascend copies no bytes; otherwise it copies at
+        least some of the bytes.
 
         Raises:
             ConfigError: the range exceeds the volume, or the memory cannot be read into.
@@ -608,7 +610,8 @@ class Store:
         some space for the log. Call this method once, before `keep_log` and after `Engine.replay`.
 
         Returns:
-            False if there is no space, the log is not empty, or second places exist already. Nothing was changed then.
+            False if `names` is empty, there is no space, the log is not empty, or second places exist already. Nothing
+            was changed then.
         """
 
     def write_applied(self, progress: Callable[[int, int], object] | None = None) -> None:
@@ -663,7 +666,8 @@ class Store:
     def digest(self) -> int:
         """Returns a digest of the staged bytes and deferred updates of the records that `compare` selected.
 
-        Two stores of the same records have the same digest if these bytes and updates are equal.
+        Two stores of the same records have the same digest if these bytes and updates are equal. The digest leaves out
+        the bytes of snapshots, and includes deferred updates only while a commit is in progress.
         """
 
     def end(self) -> None:
@@ -732,9 +736,9 @@ class Fetch:
     """
 
     def wait(self) -> None:
-        """Waits for the device, without the GIL, and verifies every byte. Ctrl-C ends the wait, not the read.
+        """Waits, without the GIL, until the read has ended and every byte is verified.
 
-        A second call has the same result.
+        Ctrl-C ends the wait, not the read. A second call has the same result.
 
         Raises:
             StorageError: the device failed.
@@ -743,14 +747,19 @@ class Fetch:
         """
 
     def done(self) -> bool:
-        """True once the device has ended the read, successfully or not. Never waits."""
+        """True once the device has ended the read, all values are computed, and `Checkers` have verified their bytes.
+
+        Also True if one of these failed. May be False while another thread is in `wait`. Never waits.
+        """
 
 @final
 class UnitParts:
     """A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit.
 
-    The store does not write to the unit's present slots until each part was read once, or until this object and all its
-    reads are gone. If necessary, the step after the next commit waits until then.
+    If a later commit has overwritten values that are not read yet, `begin` or `Fetch.wait` raises an error.
+
+    The store does not write to the slots that the parts read until each part was read once, or until this object and
+    all its reads are gone. If necessary, the step after the next commit waits until then.
     """
 
     def places(self) -> list[tuple[int, int]]:
@@ -768,7 +777,7 @@ class Checkers:
 
     Then the thread that copies the parts to a device need not compute checksums.
 
-    The threads end when this object and every part that they verify are gone.
+    When this object is deleted, the threads verify all queued parts, and then end.
     """
 
     def __new__(cls, threads: int) -> Checkers:
@@ -841,7 +850,7 @@ class Engine:
         """The store that the engine updates."""
 
     def replay(self, progress: Callable[[int, int], object] | None = None) -> bool:
-        """Replays the log of a store that was not closed: applies its gradients, and commits the results.
+        """Replays the log with which the store was opened: applies its gradients, and commits the results.
 
         Call this before anything else is done with the store. Afterwards the store has the state of its last step. An
         interrupted replay leaves the store as it was.
@@ -914,16 +923,17 @@ class Engine:
     def spilled(self, name: str) -> tuple[bool, Squares]:
         """Returns whether the spilled gradient has a non-finite element, and the exact sum of the gradient's squares.
 
-        Waits for the record's queued jobs. The spill computed both results as it wrote the gradient.
+        Waits for the record's queued jobs, unless the gradient is in memory. The spill computed both results as it
+        wrote the gradient.
 
         Raises:
             UsageError: no gradient of the record is spilled.
         """
 
     def read_spilled(self, name: str, into: torch.Tensor) -> None:
-        """Waits for the record's queued jobs, then reads the spilled gradient into `into`.
+        """Reads the spilled gradient into `into`, which has the shape and dtype of the gradient.
 
-        `into` has the shape and dtype of the gradient.
+        If the gradient is not in memory, first waits for the record's queued jobs.
 
         Raises:
             UsageError: no gradient of the record is spilled.
@@ -992,12 +1002,12 @@ class Engine:
         """
 
     def fetch(self, unit: str, into: torch.Tensor, *, settle: bool = False) -> Fetch:
-        """Begins to fetch the values of a unit, as the last commit left them, ahead of all other waiting work.
+        """Begins to fetch the values of a unit, as the last commit left them.
 
-        `into` is a contiguous uint8 CPU tensor of `Sizes.unit_bytes` bytes that begins at a page boundary.
-        Each record begins at its "unit_offset". The tensor stays alive until the fetch has ended; do not use the tensor
-        before. The fetch applies updates that the last commit deferred (`defer`) to the values in `into`; with
-        `settle`, it also writes these updates to storage.
+        The fetch goes before all waiting work that is not urgent. `into` is a contiguous uint8 CPU tensor of
+        `Sizes.unit_bytes` bytes that begins at a page boundary. Each record begins at its "unit_offset". The tensor
+        stays alive until the fetch has ended; do not use the tensor before. The fetch applies updates that the last
+        commit deferred (`defer`) to the values in `into`; with `settle`, it also writes these updates to storage.
 
         Raises:
             ConfigError: the store has no such unit, or the memory does not fit.
@@ -1032,7 +1042,7 @@ class Engine:
         agree: Callable[[], object] | None,
     ) -> int: ...
     def discard(self, name: str | None = None) -> None:
-        """Drops queued jobs, waits for running jobs, and drops the staged step.
+        """Drops queued jobs, except urgent jobs such as those of fetches; waits for all others; drops the staged step.
 
         With `name`, it does so only for jobs and changes of that record. After a failure, only `discard()` without
         `name` makes the engine accept jobs again.
@@ -1056,7 +1066,11 @@ class Engine:
         """Returns counts of jobs and chunks, bytes by kind, "queued" bytes and their peak, "seconds" by activity."""
 
     def close(self) -> None:
-        """Waits for running jobs, ends the engine's thread, drops uncommitted updates. A second call does nothing."""
+        """Waits for running jobs, ends the engine's thread, drops uncommitted updates.
+
+        A call by a function that the engine runs does not wait. A second call does nothing, nor does a call in a
+        forked child.
+        """
     def __enter__(self) -> Self: ...
     def __exit__(self, *_raised: object) -> None: ...
 

@@ -1,4 +1,5 @@
-//! Links the extension with the system's unwinder, which torch's libraries load anyway. Does nothing in a cross-build.
+//! Links the extension with the system's unwinder, which torch's libraries load anyway. Prints a warning if it does not
+//! find the unwinder. Does nothing in a cross-build.
 //!
 //! If a thread returns from Rust to Python while the interpreter ends, Python before 3.14 ends the thread with
 //! `pthread_exit`, which unwinds the Rust frames with the system's unwinder. Zig would link an unwinder of its own. The

@@ -230,6 +230,7 @@ def test_check_and_unscale_rejects_bad_dtypes_overlap_factors_and_strides():
         ([tensor, tensor[4:]], 0.5, "overlap"),
         (tensor, math.nan, "inv_scale is nan"),
         (tensor, 1e39, "inv_scale is 1e"),
+        (tensor, 10**400, "inv_scale is 1000"),
         (tensor, None, "inv_scale is a NoneType"),
         (torch.ones(4, 4).t()[:2], 1.0, "not contiguous"),
     ]:

@@ -1,5 +1,6 @@
-//! Lets Python stop a commit of several ranks. The commit calls Python's `agree` once all data is flushed, and before
-//! the root is written. If `agree` raises an exception, the commit fails and the last commit stays valid.
+//! Lets Python stop a commit of several ranks. The commit calls Python's `agree` before the step becomes live. If the
+//! commit writes a root, it calls `agree` after the flush of all data and before the write of the root. If `agree`
+//! raises an exception, the commit fails and the last commit stays valid.
 
 use std::cell::RefCell;
 

@@ -10,8 +10,8 @@ use pyo3::{
 
 use crate::errors::config_error;
 
-/// Extracts a size or a count: any integer from 0 up. Also accepts a float without a fraction, such as 1e9. Rejects
-/// True and False.
+/// Extracts a size or a count: any integer from 0 to `usize::MAX`. Also accepts a float without a fraction, such as
+/// 1e9. Rejects True and False.
 pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     let number = match value.cast::<PyFloat>() {
         // `is_integer` is false for fractions, infinity and NaN.
@@ -25,8 +25,8 @@ pub(crate) fn size(name: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
     })
 }
 
-/// A timeout of 0 or more seconds. `None` means no limit: the number of seconds is infinite, or too large for a
-/// `Duration`.
+/// A timeout of 0 or more seconds. If the number of seconds is infinite, or too large for a `Duration`, the field is
+/// `None`, which means no limit.
 pub(crate) struct Seconds(Option<Duration>);
 
 impl Seconds {

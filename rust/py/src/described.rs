@@ -44,8 +44,8 @@ fn store_sizes(
     Ok((total_bytes, slot_bytes, index_bytes, buffer_bytes, chunk_bytes, other_bytes, unit_bytes, record_bytes))
 }
 
-/// Returns the size in bytes of a gradient log for the records `logged`. Each of these records is written whole once in
-/// `steps` steps.
+/// Returns the size in bytes of a gradient log for the records `logged`, if each of these records is written whole once
+/// in `steps` steps. Ignores records without a dtype of spilled gradients.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_log_bytes(

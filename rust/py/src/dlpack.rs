@@ -95,7 +95,8 @@ fn dlpack<'py>(
     Ok(unsafe { Bound::from_owned_ptr(py, capsule) })
 }
 
-/// Frees an [`Export`]. torch calls this on any thread once the last tensor on the memory is gone.
+/// Frees an [`Export`]. torch calls this on any thread once the last tensor on the memory is gone. `dropped` calls this
+/// for a capsule that no consumer took.
 ///
 /// # Safety
 /// `managed` must be the first field of an [`Export`] that `dlpack` made, and nothing may use the export afterwards.

@@ -86,9 +86,9 @@ impl Engine {
         self.store.bind(py)
     }
 
-    /// Replays the gradient log of a store that was not closed: applies the logged gradients, then writes and commits
-    /// the updated records. Returns False if the store has no log. Calls `progress(done, all)` with numbers of bytes of
-    /// gradients.
+    /// Replays the gradient log with which the store was opened: applies the logged gradients, then writes and commits
+    /// the updated records. Returns False if the store was opened without a log. Calls `progress(done, all)` with
+    /// numbers of bytes of gradients.
     #[pyo3(signature = (progress=None))]
     fn replay(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<bool> {
         watched(py, progress, |progress| self.inner.replay(progress))
@@ -97,7 +97,7 @@ impl Engine {
     /// Queues a job that writes a record's first values and state. `wide` is (master, first moment, second moment). An
     /// entry may be a float32 tensor if the record's format stores this part in fewer bits; otherwise the entry is
     /// None. If a tensor in `state` is None, the job writes the contents from `wide`. If `wide` does not have them, the
-    /// job writes the values for a float32 "master" of the record's shape, and zeros for any other tensor.
+    /// job writes the contents that `First::state` describes for `None`.
     fn fill_at(
         &self,
         py: Python<'_>,
@@ -115,7 +115,8 @@ impl Engine {
     }
 
     /// Queues the update of a parameter, and returns once the queue has room for the gradient. With `spills`, the
-    /// update also spills the gradient.
+    /// update also spills the gradient. If the record is in RAM, the update waits for `finish` or the commit instead,
+    /// and `spills` raises an error.
     #[pyo3(signature = (name, gradient, numbers, *, values=None, spills=false))]
     fn update(
         &self,
@@ -164,15 +165,16 @@ impl Engine {
         waiting(py, None, |wait| self.inner.spill(record, gradient, add, wait))
     }
 
-    /// Waits for the record's queued jobs. Returns whether the spilled gradient has an element that is not finite, and
-    /// the sum of the squares of all elements (see `summed`).
+    /// Waits for the record's queued jobs, unless the spilled gradient is in memory. Returns whether the spilled
+    /// gradient has an element that is not finite, and the sum of the squares of all elements (see `summed`).
     fn spilled<'py>(&self, name: &Bound<'py, PyString>) -> PyResult<(bool, Bound<'py, PyAny>)> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         let spilled = waiting(py, None, |wait| self.inner.spilled(record, wait))?;
         Ok((spilled.nonfinite, summed(py, &spilled.squares)?))
     }
 
-    /// Reads the spilled gradient into a tensor of the same shape and dtype, once the record's queued jobs have ended.
+    /// Reads the spilled gradient into a tensor of the same shape and dtype. If the gradient is not in memory, first
+    /// waits for the record's queued jobs.
     fn read_spilled(&self, name: &Bound<'_, PyString>, into: &Bound<'_, PyAny>) -> PyResult<()> {
         let (py, (record, described)) = (name.py(), self.record(name)?);
         let into = Box::new(tensors::into_spilled(described, into)?);
@@ -180,7 +182,7 @@ impl Engine {
     }
 
     /// Forgets the record's spilled gradient, if it has one. If jobs of the record are queued, a job that is queued
-    /// after them forgets the gradient.
+    /// after them forgets a gradient on storage.
     fn drop_spilled(&self, name: &Bound<'_, PyString>) -> PyResult<()> {
         let (py, (record, _)) = (name.py(), self.record(name)?);
         waiting(py, None, |wait| self.inner.drop_spilled(record, wait))
@@ -244,8 +246,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.catch_up(wait))
     }
 
-    /// Begins to fetch the values that a unit has in the last commit. The fetch goes before all other waiting work, and
-    /// computes the unit's deferred updates. With `settle`, the fetch also writes the updated records.
+    /// Begins to fetch the values that a unit has in the last commit. The fetch goes before all waiting work that is
+    /// not urgent, and computes the unit's deferred updates. With `settle`, the fetch also writes the updated records.
     #[pyo3(signature = (unit, into, *, settle=false))]
     fn fetch(&self, unit: &Bound<'_, PyString>, into: &Bound<'_, PyAny>, settle: bool) -> PyResult<Fetch> {
         let (py, unit) = (unit.py(), self.store.get().unit(unit)?);
@@ -286,9 +288,10 @@ impl Engine {
         waiting(py, None, |wait| self.inner.drain(wait))
     }
 
-    /// Waits for the step's updates, then commits the step, with `user` and `hyperparameters` as JSON. Calls `agree`
-    /// once all data is flushed. If `agree` raises an exception, the commit fails with this exception, and the last
-    /// commit stays valid.
+    /// Waits for the step's queued updates, commits the step with `user` and `hyperparameters` as JSON, and then applies
+    /// the remaining updates in memory. Calls `agree` before the step becomes live. If the commit writes a
+    /// root, it calls `agree` after the flush of all data. If `agree` raises an exception, the commit fails with this
+    /// exception, and the last commit stays valid.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -309,8 +312,8 @@ impl Engine {
         waiting(py, None, |wait| self.inner.take_back(record, wait))
     }
 
-    /// Drops queued jobs, except the jobs of fetches, waits for all other jobs, and forgets the staged step. With
-    /// `name`, does this only for the record `name`.
+    /// Drops queued jobs, except urgent jobs such as those of fetches, waits for all other jobs, and forgets the staged
+    /// step. With `name`, does this only for the record `name`.
     #[pyo3(signature = (name=None))]
     fn discard(&self, py: Python<'_>, name: Option<&Bound<'_, PyString>>) -> PyResult<()> {
         let record = name.map(|name| self.record(name)).transpose()?.map(|(record, _)| record);
@@ -334,8 +337,8 @@ impl Engine {
         self.inner.queued_bytes()
     }
 
-    /// Returns a dict: counts of jobs and chunks, bytes by kind, the bytes of "queued" and "waiting" gradients and
-    /// their peaks, and "seconds", the time that was spent on each activity.
+    /// Returns a dict: counts of jobs and chunks, bytes by kind, the bytes of "queued" and "waiting" tensors and their
+    /// peaks, and "seconds", the time that was spent on each activity.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.inner.counters();
         let dict = PyDict::new(py);
@@ -368,8 +371,8 @@ impl Engine {
         Ok(dict)
     }
 
-    /// Waits for running jobs and ends the engine's thread. Updates that are not committed are lost. A second call does
-    /// nothing.
+    /// Waits for running jobs, unless a function that the engine runs makes this call, and ends the engine's thread.
+    /// Updates that are not committed are lost. A second call does nothing. A call in a forked child does nothing, too.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }

@@ -16,10 +16,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(store_commits, module)?)
 }
 
-/// Reads and verifies both commits of a store. Calls `progress(done, all)` with numbers of bytes. If `progress` raises
-/// an exception, the examination stops and raises this exception. Returns a dict for each commit, and for each damaged
-/// root: "generation" (None for a damaged root), "step", "extents", "bytes", "damages" (texts of the first errors) and
-/// "others" (the number of errors that "damages" does not contain).
+/// Reads and verifies each commit that an undamaged root of a store names. Calls `progress(done, all)` with numbers of
+/// bytes. If `progress` raises an exception, the examination stops and raises this exception. Returns a dict for each
+/// commit, and for each damaged root: "generation" (None for a damaged root), "step", "extents", "bytes", "damages"
+/// (texts of the first errors) and "others" (the number of errors that "damages" does not contain).
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 fn store_examine<'py>(

@@ -48,7 +48,8 @@ impl Lender {
     }
 }
 
-/// Memory that is lent to Python: of a chunk, or of a unit in RAM. Tensors on the memory keep this object alive.
+/// Memory that is lent to Python, for example of a chunk or of a unit in RAM. Tensors on the memory keep this object
+/// alive.
 #[pyclass(frozen, module = "memascend._core")]
 pub(crate) struct LentBuffer {
     memory: Shared,

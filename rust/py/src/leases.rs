@@ -26,8 +26,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LeaseBuffer>()
 }
 
-/// The right to use bytes of an arena or a ring. The slot with these bytes is free again once the lease and every
-/// tensor on the bytes are gone.
+/// The right to use bytes of an arena or a ring. The slot with these bytes is free again once the lease was released or
+/// deleted, and every tensor on the bytes is gone.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Lease {
     nbytes: usize,
@@ -156,7 +156,7 @@ impl Lease {
     }
 }
 
-/// Extracts a tensor's sizes from an integer or a sequence of integers. A size that exceeds an `i64` becomes
+/// Extracts a tensor's sizes from an integer or a sequence of integers. A size that does not fit into an `i64` becomes
 /// `i64::MAX`.
 fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = shape.py();

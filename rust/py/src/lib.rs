@@ -1,7 +1,7 @@
 //! `memascend._core`: the Python bindings of the Rust crates, and nothing else.
 //!
-//! A function extracts its arguments, releases the GIL while it computes or waits, and wraps the result. Only `errors`
-//! converts errors of the other crates into exceptions.
+//! A function extracts its arguments, releases the GIL for waits and long computations, and wraps the result. Only
+//! `errors` converts errors of the other crates into exceptions.
 
 mod agreement;
 mod arguments;

@@ -43,8 +43,8 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// provides all pages before the first use.
 ///
 /// The region has `nbytes` bytes, rounded up to whole pages. The memory returns to the system once the region is closed
-/// and the last tensor in it is gone. `pinned` says how the memory is pinned. `why_not` says why the memory is not
-/// registered with CUDA.
+/// and the last tensor in it is gone. `pinned` says how the memory is pinned. `why_not` says why `pin="auto"` did not
+/// register the memory with CUDA.
 #[pyclass(frozen, module = "memascend.memory")]
 pub(crate) struct Region {
     inner: Detached<mem::Region>,
@@ -91,7 +91,7 @@ impl Region {
         py.detach(|| self.inner.huge_bytes())
     }
 
-    /// Why some bytes are not on huge pages; None if all bytes that can be on huge pages are on huge pages.
+    /// Why the system has no huge pages, or why the region has fewer huge pages than fit into it; else None.
     #[getter]
     fn why_not_huge(&self, py: Python<'_>) -> Option<String> {
         py.detach(|| self.inner.why_not_huge())
@@ -330,7 +330,7 @@ fn ignore_captures() -> bool {
 }
 
 /// The memory of an arena's classes. `asked` counts the bytes of the classes. `reserved` also counts the bytes between
-/// slots that align large slots for I/O.
+/// slots that align the slots.
 #[pyclass(frozen, get_all, name = "Layout", module = "memascend.memory")]
 struct LayoutBytes {
     asked: usize,
@@ -352,8 +352,8 @@ fn layout(classes: &Bound<'_, PyAny>) -> PyResult<LayoutBytes> {
     Ok(LayoutBytes { asked: layout.asked_bytes(), reserved: layout.reserved_bytes() })
 }
 
-/// Makes the C library serve each large allocation of this process by a separate mapping, until `end_heap_step` ends a
-/// step with a large batch. Also occupies the holes of the C library's heap, and returns free heap memory to the
+/// Makes the C library serve each large allocation of this process by a separate mapping, until `end_heap_step` makes
+/// the heap keep freed memory. Also occupies the holes of the C library's heap, and returns free heap memory to the
 /// system.
 ///
 /// If the environment has `MEMASCEND_MALLOC=system`, this function does nothing. If the environment sets glibc's own
@@ -363,16 +363,16 @@ fn settle_heap(py: Python<'_>) {
     py.detach(mem::settle_heap);
 }
 
-/// Call this before each backward. The first call records how much memory the process has touched so far, and the first
-/// `end_heap_step` counts only the memory that the process touches later.
+/// Call this before each backward. The first call after `settle_heap` records how much memory the process has touched
+/// so far, and the next `end_heap_step` counts only the memory that the process touches later.
 #[pyfunction]
 fn begin_heap_backward() {
     mem::begin_heap_backward();
 }
 
-/// Ends a step that had `backwards` backward passes. If each pass touched far more than `model_bytes`, and enough
-/// memory is available, the heap keeps freed memory from now on. Until then, each call returns free heap memory to the
-/// system.
+/// Ends a step that had `backwards` backward passes. If a pass touched far more than `model_bytes` on average, and
+/// enough memory is available, the heap keeps freed memory from now on. Until then, each call returns free heap memory
+/// to the system. The environment variables that limit `settle_heap` limit this function in the same way.
 #[pyfunction]
 fn end_heap_step(py: Python<'_>, backwards: u64, model_bytes: u64) {
     py.detach(|| mem::end_heap_step(backwards, model_bytes));

@@ -64,8 +64,8 @@ impl Volume {
 
     /// Begins to fill `into`, a contiguous CPU tensor or a writable buffer, with the bytes from `offset` on.
     ///
-    /// If offset, length and address are multiples of `alignment`, the device writes directly to the memory of `into`;
-    /// otherwise at least some bytes are copied.
+    /// If offset, length and address are multiples of `alignment`, this library copies no bytes; otherwise it copies at
+    /// least some of the bytes.
     fn read(&self, into: &Bound<'_, PyAny>, offset: &Bound<'_, PyAny>) -> PyResult<Ticket> {
         let held = TensorMemory::of(into, false)?;
         begun(into.py(), self.inner.read(held, number("offset", offset)? as u64))
@@ -191,8 +191,8 @@ fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<Tens
 pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
-    /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, the next thread that takes the
-    /// GIL releases the Python object.
+    /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, PyO3 releases the Python object
+    /// when a thread next takes the GIL through PyO3.
     _keep: Py<PyAny>,
 }
 
@@ -230,7 +230,10 @@ impl TensorMemory {
             );
         }
         if is("is_conj")? || is("is_neg")? {
-            return refused("the tensor is a lazy conjugate or negative; pass tensor.resolve_conj().resolve_neg()");
+            return refused(
+                "the tensor is a lazy conjugate or negative; to write, pass tensor.resolve_conj().resolve_neg(); to \
+                 read, pass another tensor and copy from it",
+            );
         }
         let address = tensor.call_method0("data_ptr")?.extract()?;
         let nbytes = tensor.getattr("nbytes")?.extract()?;

@@ -18,10 +18,10 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Fetch>()
 }
 
-/// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit: if a later commit has
-/// overwritten a record whose update was deferred, `begin` raises an error.
+/// A unit that is read part by part; `Engine.parts` makes it. All parts are of one commit. If a later commit has
+/// overwritten values that are not read yet, `begin` or `Fetch.wait` raises an error.
 ///
-/// The store does not write to the slots of the unit's values until each part was read once, or until this object and
+/// The store does not write to the slots that the parts read until each part was read once, or until this object and
 /// all its reads are gone. Until then, the step after the next commit waits before it writes to these slots.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct UnitParts {
@@ -37,7 +37,7 @@ impl UnitParts {
     }
 
     /// Begins to read a part into `into`, a contiguous uint8 CPU tensor of the part's size. The read goes before all
-    /// other waiting I/O.
+    /// waiting I/O, except other reads of units.
     fn begin(&self, index: usize, into: &Bound<'_, PyAny>) -> PyResult<Fetch> {
         let py = into.py();
         let Some((_, nbytes)) = self.inner.places().nth(index) else {
@@ -63,7 +63,7 @@ impl UnitParts {
 /// Threads that verify parts of units as the parts arrive. So the thread that copies the parts does not have to compute
 /// checksums.
 ///
-/// The threads end when this object and every part that they verify are gone.
+/// When this object is deleted, the threads verify all queued parts, and then end.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Checkers {
     inner: Detached<memascend_store::Checkers<Shared<TensorMemory>>>,
@@ -86,7 +86,7 @@ impl Checkers {
 /// A unit, or a part of a unit, that is being read into memory; `Engine.fetch` and `UnitParts.begin` make this object.
 /// Any thread may use it.
 ///
-/// The store does not write to the slots of the unit's values until the device has ended the reads. Until then, the
+/// The store does not write to the slots that the device reads until the device has ended the reads. Until then, the
 /// step after the next commit waits before it writes to these slots. Dropping this object waits for the device, too.
 #[pyclass(frozen, module = "memascend.engine")]
 pub(crate) struct Fetch {
@@ -101,13 +101,14 @@ impl From<UnitFetch<TensorMemory>> for Fetch {
 
 #[pymethods]
 impl Fetch {
-    /// Waits for the device and for computed values, without the GIL, and verifies every byte that was read from
-    /// storage. Ctrl-C ends the wait, but not the read.
+    /// Waits, without the GIL, until the device has ended the read, all values are computed, and every byte that was
+    /// read from storage is verified. Ctrl-C ends the wait, but not the read.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.wait(wait))
     }
 
-    /// True once the device has ended the read and all values are computed, successfully or not. Never waits.
+    /// True once the device has ended the read, all values are computed, and the `Checkers`, if there are any, have
+    /// verified the read, successfully or not. May be False while another thread is in `wait`. Never waits.
     fn done(&self) -> bool {
         self.inner.is_done()
     }

@@ -1,7 +1,7 @@
 //! Python bindings that decode and update state in the formats of a store. Tensors arrive as addresses: see [Note:
 //! trusted addresses].
 //!
-//! The format determines the number of elements at each address.
+//! The format and `numel` determine the number of elements at each address.
 
 use std::num::NonZeroUsize;
 

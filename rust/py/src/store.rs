@@ -140,7 +140,7 @@ impl Store {
     }
 
     /// Returns counts since the store was opened: "fetches", `"fetched_bytes"`, `"ram_tier_bytes"`, `"wait_seconds"`
-    /// (spent in `Fetch.wait`), and the bytes of all I/O.
+    /// (spent in `Fetch.wait` of fetches of whole units), and the bytes of all I/O.
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         info::counters(py, &self.inner)
     }
@@ -180,7 +180,7 @@ impl Store {
     }
 
     /// Makes second places for gradients, so that updates of these records can be deferred. Returns False, and changes
-    /// nothing, if there is no space, the log is not empty, or second places exist.
+    /// nothing, if `names` is empty, there is no space, the log is not empty, or second places exist.
     fn keep_places(&self, names: &Bound<'_, PyAny>) -> PyResult<bool> {
         let records = self.indices(names)?;
         names.py().detach(|| self.inner.keep_places(&records)).or_raise(names.py())
@@ -197,15 +197,16 @@ impl Store {
     }
 
     /// Writes the records in RAM whose newest state is not in their slots on storage, and commits them as a part of the
-    /// last step. Discards all other staged data, and empties the log.
+    /// last step. Does nothing if there are no such records. Otherwise also discards all other staged data, except
+    /// settled records, and empties the log, unless the slot of a record lacks a deferred update.
     #[pyo3(signature = (progress=None))]
     fn write_applied(&self, py: Python<'_>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         watched(py, progress, |progress| self.inner.write_applied(progress))
     }
 
     /// Abandons state that is only in memory. If the store has state that is only in memory, nothing can be committed
-    /// from then on, and `close` leaves the store marked as not closed. The next opening reports that the store was not
-    /// closed.
+    /// from then on. With durability "none", `close` then leaves the store marked as not closed, and the next opening
+    /// reports this.
     fn give_up(&self, py: Python<'_>) {
         py.detach(|| self.inner.give_up_applied());
     }
@@ -235,8 +236,8 @@ impl Store {
     }
 
     /// Commits a step, with `user` and `hyperparameters` as JSON. `run` identifies the run, the commit and this rank.
-    /// Calls `agree` once all data is flushed. If `agree` raises an exception, the commit fails with this exception,
-    /// and the last commit stays valid.
+    /// Calls `agree` before the step becomes live. If the commit writes a root, it calls `agree` after the flush of all
+    /// data. If `agree` raises an exception, the commit fails with this exception, and the last commit stays valid.
     fn commit_as(
         &self,
         py: Python<'_>,
@@ -256,9 +257,9 @@ impl Store {
         self.inner.compare(&records);
     }
 
-    /// Returns a digest of the staged bytes and deferred updates of the records that `compare` selected. Two stores of
-    /// the same records have equal digests if these bytes and updates are equal. The digest includes deferred updates
-    /// only while a commit is in progress.
+    /// Returns a digest of the staged bytes and deferred updates of the records that `compare` selected, without the
+    /// bytes of snapshots. Two stores of the same records have equal digests if these bytes and updates are equal. The
+    /// digest includes deferred updates only while a commit is in progress.
     fn digest(&self) -> u64 {
         self.inner.digest()
     }
@@ -288,8 +289,9 @@ impl Store {
         py.detach(|| self.inner.damaged()).or_raise(py)
     }
 
-    /// Calls `visit(record, [(tensor, first byte, memory)])` for each part of these records, with the bytes of the last
-    /// commit. `visit` may use the memory only during the call.
+    /// Passes all parts of these records, with the bytes of the last commit, to `visit(record, [(tensor, first byte,
+    /// memory), ...])`. Each call gets one or more parts of one record. `visit` may use the memory only during the
+    /// call.
     #[expect(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn scan_at(&self, py: Python<'_>, records: Vec<usize>, visit: Py<PyAny>) -> PyResult<()> {
         calling(py, |calls| {

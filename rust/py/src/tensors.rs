@@ -47,7 +47,7 @@ fn require_order(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyResul
         if tensor.call_method0("is_contiguous")?.is_truthy()? {
             return Ok(());
         }
-        return refused(py, name, &|name| format!("the tensors of {name} must be contiguous; pass .contiguous()"));
+        return refused(py, name, &|name| format!("the tensors of {name} must be contiguous; pass contiguous tensors"));
     }
     let dimensions: usize = tensor.call_method0("dim")?.extract()?;
     let whole = dimensions == order.len()
@@ -65,7 +65,7 @@ fn require_laid_out(tensor: &Bound<'_, PyAny>, name: &str, order: &[u8]) -> PyRe
     let device = tensor.getattr("device")?;
     if device.getattr("type")?.extract::<String>()? != "cpu" {
         return refused(tensor.py(), name, &|name| {
-            format!("the tensors of {name} must be on the CPU, not on {device}; pass .cpu()")
+            format!("the tensors of {name} must be on the CPU, not on {device}; pass tensors on the CPU")
         });
     }
     require_order(tensor, name, order)
