@@ -27,7 +27,7 @@ def config(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "deepest"), [(1e-6, 12), (0.05, 9), (100.0, 2)])
 def test_model_seconds_extrapolates_from_the_measured_blocks(config, monkeypatch, seconds, deepest):
-    """A simulated pass takes a constant time, and the same additional time for each of the 12 blocks.
+    """A simulated pass takes a constant time, and the same additional time for each block that it runs.
 
     If the blocks are slower, the benchmark measures fewer blocks.
     """

@@ -197,7 +197,8 @@ def test_by_layer_moves_no_extra_bytes_for_an_embedding_gradient(tmp_path):
 def begun(folder, make=Stack, steps=1, **options):
     """Returns a run after `steps` steps.
 
-    The first step runs its micro-batches one after the other. Later steps run their micro-batches by layer.
+    The first step runs its micro-batches one after the other. Later steps run their micro-batches by layer, if the
+    model permits this.
     """
     model, optimizer = offloaded(folder / "run.store", make(), **options)
     for _ in range(steps):
@@ -240,7 +241,7 @@ def arriving(model, arrive):
 
 
 def interrupted_run(folder, kind, interrupt, attempts, **options):
-    """Trains. Before each step, `interrupt` (unless it is None) makes an attempt that should fail.
+    """Trains. Before each step but the first, `interrupt` (unless it is None) makes an attempt that should fail.
 
     Returns the final state and the number of attempts that failed.
     """
@@ -460,7 +461,7 @@ def test_failed_thread_start_fails_accumulate_and_the_run_continues(by_layer, mo
     optimizer.step()
 
 
-# --- micro-batches that reach modules in different orders: parts of gradients wait for earlier micro-batches ---
+# --- micro-batches that reach modules in different orders: parts of gradients may wait for earlier micro-batches ---
 
 
 class Measured:

@@ -2,7 +2,7 @@
 
 A run with deferred updates must have the same bits as a run with gradients="ram", which defers no update. A run with
 early updates must have the same bits as a run with gradients="ssd", which has no early updates. step() keeps early
-updates, or discards them and computes them again.
+updates, or discards them.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def sibling_code(model):
 
 @pytest.fixture(params=["forward", "backward"])
 def way(request, monkeypatch):
-    """Selects the way in which the next step writes deferred updates.
+    """Selects whether the first fetch of a unit after a step writes the unit's deferred updates.
 
-    "forward": always in the forward of the next step. "backward": always in its backward.
+    "forward": the first fetch writes them. "backward": it does not.
     """
     monkeypatch.setattr(Settling, "_choose", lambda self: setattr(self, "way", request.param))
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (request.param == "backward"))
@@ -326,7 +326,7 @@ def test_settling_stays_with_forward_when_backward_saves_little(monkeypatch):
 # --- updates that begin before step() knows the norm ----------------------------------------------
 
 # Factors of the loss. With SMALL, the norm of the gradients is far below the limit 1.0 of `scaled`. With LARGE, the
-# norm is far above this limit.
+# norm is far above this limit, or float16 overflows.
 SMALL, LARGE = 1e-3, 1e3
 NEVER, ALWAYS = [SMALL] * 6, [LARGE] * 6
 MIXED = [SMALL, SMALL, LARGE, SMALL, SMALL, SMALL, LARGE, LARGE]
@@ -343,9 +343,9 @@ def scaled(folder, gradients, scales, between=nothing, **options):
 
 
 def both_early(tmp_path, scales, between=nothing, **options):
-    """Requires that a run with early updates has the same bits as a run without early updates.
+    """Requires that gradients="auto" gives the same bits as gradients="ssd", which has no early updates.
 
-    Returns the report of the run with early updates.
+    Returns the report of the run with gradients="auto".
     """
     waits = scaled(tmp_path / "ssd", "ssd", scales, between, **options)
     early = scaled(tmp_path / "auto", "auto", scales, between, **options)
@@ -402,7 +402,7 @@ def more(model, optimizer, index):
 OVERFLOWS = [SMALL, SMALL, 1e6, SMALL, SMALL, SMALL, LARGE, SMALL]
 FALLS = [1.0, 1.0, 1e-3, 1.0, 1.0, 1.0]
 # Each case has the factors of the loss, a function that is called between backward() and step(), options, the number of
-# steps whose updates begin early, and how many of these steps discard the early updates and compute them again.
+# steps whose updates begin early, and how many of these steps discard early updates.
 RUNS = {
     # The updates of the first step wait for the norm, because no earlier step shows whether the loop clips.
     "never": (NEVER, nothing, {}, 5, 0),

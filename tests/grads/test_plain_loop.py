@@ -37,7 +37,7 @@ def square(model):
     return lambda batch: model(batch).square().mean()
 
 
-# --- programs that keep values between micro-batches or blocks; each function returns a new model and its `loss_of` ---
+# --- programs that keep values between micro-batches or blocks; each program returns a new model and its `loss_of` ---
 
 
 def features_of_hooks():
@@ -228,7 +228,7 @@ def test_accumulate_accepts_a_loader_of_unknown_or_wrong_length(tmp_path, says):
 
 
 class Nested(torch.nn.Module):
-    """A model in which a forward hook of each block calls the next block.
+    """A model in which a forward hook of each block but the last calls the next block.
 
     The call of a block ends after the call of the next block, so all blocks must be in memory at the same time.
     """

@@ -88,7 +88,7 @@ assert driver.fakeRetained() == 0
 
 
 def test_doctor_reports_the_cost_of_refused_cuda_registration(cuda):
-    """If CUDA refuses to register memory, a region uses mlock instead, which slows a run.
+    """If CUDA refuses to register memory, a region with pin="auto" uses mlock instead, which slows a run.
 
     `memascend doctor` reports this in a separate finding.
     """

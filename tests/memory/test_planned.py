@@ -73,7 +73,7 @@ def test_memory_of_each_owner_matches_the_plan(disk, gradients, budget):
 
 @pytest.fixture
 def in_forward(monkeypatch):
-    """Makes the next forward write every deferred update, so that timing does not decide which bytes are read."""
+    """Makes a unit's first fetch after a step write deferred updates, so that read bytes do not depend on timing."""
     monkeypatch.setattr(Settling, "settles", lambda *_: True)
 
 
@@ -155,7 +155,10 @@ def test_bytes_moved_per_parameter_by_the_kernels_count_match_the_plan(disk, gra
 
 @pytest.mark.parametrize(("way", "budget"), [("next forward", None), ("next backward", "64MiB")])
 def test_bytes_moved_by_sequential_micro_batches_match_the_plan(disk, monkeypatch, way, budget):
-    """Each micro-batch after the first reads the values and the sums of gradients again, and writes the sums."""
+    """Each micro-batch after the first reads values and sums of gradients again, and writes sums.
+
+    This does not apply to parameters in the RAM tier.
+    """
     monkeypatch.setattr(Settling, "settles", lambda _, fetched: fetched >= (way == "next backward"))
     count = 3
     model = blocks(width=256, count=16, dtype=torch.bfloat16)

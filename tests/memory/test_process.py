@@ -106,9 +106,9 @@ def test_memory_of_the_ram_tier_matches_the_plan(measure):
 @pytest.mark.root
 @pytest.mark.timeout(300)
 def test_training_fits_in_a_cgroup_of_the_planned_size(measure, cgroup):
-    # After offload(), only gradients add memory. If the process used more memory than planned, the kernel would kill
-    # it, and the exit status would fail the test. The planned memory is about four times the gradients. The limit
-    # allows for 3 % more than planned, and for freed memory that the heap keeps, up to a tenth of the planned memory.
+    # After offload(), only gradients add memory. If the process exceeded the limit, the kernel would kill it, and the
+    # exit status would fail the test. The planned memory is about four times the gradients. The limit allows for 3 %
+    # more than planned, and for freed memory that the heap keeps, up to a tenth of the planned memory.
     waiting = BLOCKS * BLOCK_BYTES
     grow_bytes = waiting + (waiting * 3 // 100 + waiting // 10) * 4
     measure(**RAM_TIER, options=RAM_OPTIONS, cgroup=str(cgroup), grow_bytes=grow_bytes)

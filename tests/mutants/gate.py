@@ -1,9 +1,9 @@
 """Applies each fault to a copy of the tree and runs the fault's nearest tests (`make mutants`).
 
-If these tests pass, the fault survives. The folder `target/mutants` has two copies of the tree, one for faults in
-Python and one for faults in Rust. The gate uses both copies at the same time. The folder also has the results of
-faults. The key of a result is a hash of the fault, its file and its tests. Before the gate applies the faults of a
-package, it runs their tests without a fault. A later failure is then due to a fault.
+If these tests pass, the fault survives. The gate applies faults in Python and faults in Rust at the same time, to
+separate copies of the tree in `target/mutants`. This folder also has the results of faults. The key of a result is a
+hash of the fault, its file and its tests. Before the gate applies the faults of a package, it runs their tests without
+a fault. A later failure is then due to a fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulates the engine: an optimizer updates one parameter part by part. Values and state are in memory."""
+"""Simulates the engine: an optimizer updates one parameter in parts or as a whole. Values and state are in memory."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def update_of(optimizer, group, layout, *, first, **given):
 
 
 class Streamed:
-    """A parameter whose values and state are in memory. Each step updates it part by part, as the engine does."""
+    """A parameter whose values and state are in memory. Each step updates it in parts or whole, as the engine does."""
 
     def __init__(self, optimizer, parameter, master_dtype, chunk=CHUNK):
         self.layout = layout_of(optimizer, parameter, master_dtype)

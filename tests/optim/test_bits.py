@@ -43,7 +43,8 @@ CASES = {
     "SparseAdam": [{}, {"maximize": True}],
 }
 WHOLE = {"Adafactor", "Muon", "SparseAdam"}
-# For each name: the dtype of the parameters, and the dtype of their master weights (None: no master weights).
+# For each name: the dtype of the parameters, and `master_dtype`, the dtype of master weights of 16-bit parameters
+# (None: no master weights).
 DTYPES = {
     "fp32": (torch.float32, torch.float32),
     "bf16+master": (torch.bfloat16, torch.float32),
@@ -100,9 +101,9 @@ def test_cases_cover_every_torch_optimizer_class_except_lbfgs():
 
 
 def run_and_compare(name, groups, options, master_dtype, steps=6, threads=1, chunk=2048):
-    """Trains in memory and in parts, and requires that the bits are equal; returns the parameters trained in parts.
+    """Trains in memory and with `Streamed`, and requires that the bits are equal; returns the `Streamed` parameters.
 
-    Some gradients are missing, and lr changes in each step.
+    Some gradients are missing, except for torch's fused SGD. lr changes in each step.
     """
     torch.set_num_threads(threads)
     kind = name if inspect.isclass(name) else classes()[name]

@@ -148,7 +148,8 @@ def keeping(take):
 def test_view_that_a_module_keeps_from_an_earlier_forward_is_rejected(tmp_path, take, comes):
     """In a model in memory, the view would follow the weight.
 
-    In an offloaded model the view keeps old values, so a step that computed with the view must not be committed.
+    In an offloaded model without a RAM tier, the view keeps old values, so a step that computed with the view must not
+    be committed.
     """
     model, optimizer = offloaded(tmp_path / "s", keeping(take))
     words = r"the attribute 'held' of 0 \(Keeps\) is a view of '0\.weight' that an earlier forward took"

@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Multiplies the input by a view of the block's weight. Autograd saves this view for the gradient of the input."""
+    """Multiplies the input by views of the block's weight. Autograd saves views for the gradient of the input."""
 
     def __init__(self, view):
         super().__init__()

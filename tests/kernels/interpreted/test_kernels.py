@@ -70,17 +70,18 @@ def test_check_sum_of_squares_equals_the_cpu_kernel(numel, is_spread, dtype):
 
 
 def tiles(dtype):
-    """Returns tensors by name. Within each tensor except "lowest", the magnitudes differ from tile to tile."""
+    """Returns tensors by name. Within each tensor except "lowest", some tiles differ in magnitude."""
     limits = torch.finfo(dtype)
     full = torch.full((TILE,), 2 - 2 * limits.eps, dtype=dtype)
     least = torch.full((TILE,), limits.smallest_normal * limits.eps, dtype=dtype)
     few = torch.zeros(TILE, dtype=dtype)
     few[::97] = 2.0**-12
     mixed = torch.where(torch.arange(TILE) % 5 == 0, least, full)
-    # The first tile determines a grid (see squares_jit.py) that also has room for values twice as large. The other
-    # tiles have such values, which set the highest bits of the grid.
+    # The first tile determines a grid (see squares_jit.py) that also has room for values twice as large. Later tiles
+    # have such values, which set the highest bits of the grid.
     highest = torch.cat([full, full.repeat(CHUNK // TILE - 1) * 2])
     # For each power of two, three values: with one significant bit, with the first and the last bit, and with all bits.
+    # In float16, the smallest of these values lose bits or become 0.
     powers = 2.0 ** -torch.arange(64.0)[:, None] * torch.tensor([1, 1 + limits.eps, 2 - limits.eps])
     edges = torch.cat([powers.reshape(-1), torch.zeros(TILE - powers.numel())]).to(dtype)
     return {
