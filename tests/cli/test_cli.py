@@ -58,6 +58,16 @@ def test_demo_raises_the_error_of_a_side():
         side.answer()
 
 
+@pytest.mark.timeout(300)
+def test_demo_raises_an_error_if_a_side_was_killed_between_steps():
+    with Side(Settings(layers=1, width=64, storage=None)) as side:
+        side.answer()
+        side._process.kill()
+        side._process.wait()
+        with pytest.raises(MemascendError, match="ended with exit code -9"):
+            side.ask("step")
+
+
 @pytest.mark.parametrize(
     ("arguments", "usage"),
     [

@@ -294,7 +294,7 @@ def test_offload_arguments_of_train_are_fields_of_options():
         ("r.jsonl", '{"messages": [{"role": "assistant", "content": "b"}], "tools": "x"}', "`tools` is not valid JSON"),
         ("r.jsonl", '"a"\n', r"r\.jsonl:1: not an example"),
         ("r.jsonl", "\n\n", r"r\.jsonl has no examples"),
-        ("r.jsonl", "", r"r\.jsonl is empty, or the suffix of its name is unknown"),
+        ("r.jsonl", "", r"r\.jsonl is empty: give a file with examples"),
         ("r.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"r\.jsonl:2: not UTF-8"),
         ("r.csv", b"text\n\xe9\n", r"r\.csv:2: not UTF-8"),
         ("r.csv", "prompt,completion\na,b,c\n", r"r\.csv:2: 3 fields, but the first line has 2"),
@@ -304,7 +304,7 @@ def test_offload_arguments_of_train_are_fields_of_options():
         ("r.jsonl", '{"messages": [{"role": "user", "content": "a"}]}', r"r\.jsonl:1: no message is the assistant's"),
         ("r.jsonl", '{"conversations": [{"from": "human"}]}', r"r\.jsonl:1: message 1 needs a role"),
         ("r.csv", "prompt,completion\na,b\na\n", r"r\.csv: example 2: `completion` is missing"),
-        ("r.xlsx", "x", r"r\.xlsx is empty, or the suffix of its name is unknown: .* name ends in one of \.jsonl"),
+        ("r.xlsx", "x", r"r\.xlsx has an unknown suffix: .* name ends in one of \.jsonl"),
         ("r.jsonl", '{"q": "a"}', r"r\.jsonl has columns 'q', but memascend train sft needs `messages` or"),
         ("r.jsonl", '{"text": "a", "messages": [{"role": "assistant", "content": "a"}]}',
          "which fit `messages` or `text`: .* --columns text=text"),
@@ -335,6 +335,21 @@ def test_a_template_that_does_not_show_the_answers_is_an_error(tmp_path):
 def test_unknown_option_error_suggests_a_similar_option(folder):
     with pytest.raises(ArgumentError, match=r"--lerning_rate 1; did you mean --learning_rate\?"):
         parse(words(folder, "--lerning_rate", "1"))
+
+
+def test_config_option_without_a_file_is_an_error(folder):
+    with pytest.raises(ArgumentError, match="--config expects a file"):
+        parse(words(folder, "--config"))
+
+
+def test_evaluation_on_a_mixture_needs_held_out_examples(folder):
+    (folder / "mixture.yaml").write_text(
+        f"datasets:\n  - path: json\n    data_files: {folder / 'rows.jsonl'}\n    split: train\n"
+    )
+    mixture = ["--config", str(folder / "mixture.yaml"), "--eval_strategy", "epoch"]
+    with pytest.raises(ConfigError, match="leaves no examples for evaluation: give --test_split_size or --eval FILE"):
+        trainer_of(folder, *mixture)
+    assert len(trainer_of(folder, *mixture, "--test_split_size", 0.5).eval_dataset)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ _COMMANDS = {
 }
 
 
-# Matches arguments of `offload()` in error messages, with or without a value. `train` and `plan` have options with the
+# Matches arguments of `offload()` in error messages, with or without a value. Options of `train` or `plan` have the
 # same names as these arguments.
 _OPTION = re.compile(
     r"\b(host_memory|device_memory|max_grad_norm|activations|device|storage|state|existing)=(?:(['\"])(.*?)\2)?"
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if self.get_default("words") is not None:
-            # Only `memascend train` has `words`. That command parses all of the arguments with TRL's parser.
+            # Only `memascend train` has `words`. That command parses all of its arguments itself.
             return argparse.Namespace(**{**vars(found), "words": list(args or ())}), []
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, and returns its exit code.
 
     The exit code is 0 after success, 1 if the command fails or reports a problem, 130 after Ctrl-C, and 143 if `train`
-    ends after SIGTERM. After wrong usage, raises SystemExit with code 2.
+    ends after SIGTERM. It is 0, too, if the program that reads the output closes the pipe. Raises SystemExit with code
+    0 after `--help`, and with code 2 after wrong usage.
     """
     parser = _Parser(
         prog="memascend", description="Fine-tune all parameters of models whose training state does not fit in RAM."

@@ -1,4 +1,4 @@
-"""Implements `memascend doctor`: checks this machine, and gives advice on each check that is slow or fails."""
+"""Implements `memascend doctor`: checks this machine, and gives advice on parts that are slow or fail."""
 
 from __future__ import annotations
 

@@ -53,7 +53,10 @@ class Speed:
 
 @contextmanager
 def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
-    """Yields `count` tensors on huge pages, each with `nbytes` random bytes. A drive cannot compress random bytes."""
+    """Yields `count` tensors, each with `nbytes` random bytes. A drive cannot compress random bytes.
+
+    The tensors are on huge pages where the system provides huge pages.
+    """
     import torch
 
     plan = {nbytes: count}
@@ -72,8 +75,8 @@ def transfer(
 ) -> Speed:
     """Reads or writes the volume from its beginning to its end, repeatedly, until `nbytes` or `seconds` are reached.
 
-    Keeps one operation for each tensor in flight. The pattern "mixed" alternates between one read and one write, as the
-    benchmark fio does. The reads, and also the writes, are sequential.
+    Keeps one operation for each tensor in flight. The pattern "mixed" alternates between one read and one write. The
+    reads, and also the writes, are sequential.
     """
     block = tensors[0].nbytes
     places = max(1, volume.size // block)
@@ -219,8 +222,8 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
     speeds: dict[str, Speed] = {}
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
-            # Fill the file before the measurement. The first write to a block of a new file is slower than later
-            # writes, and a run writes each block many times.
+            # Fill as much of the file as `_TRIAL_SECONDS` allow. The first write to a block of a new file is slower
+            # than later writes, and a run writes each block many times.
             transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
         for pattern in patterns:
             speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
@@ -252,6 +255,7 @@ def disk_folder() -> Path:
 
     Raises:
         StorageError: each of these folders is in RAM, does not exist, or rejects this user's writes.
+        FileNotFoundError: Python finds no temporary folder.
     """
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):  # noqa: S108
         if os.access(place, os.W_OK | os.X_OK) and file_system(place) not in _MEMORY:

@@ -51,6 +51,9 @@ def _info(paths: list[str], describe: Callable[[storage.Store], None], *, quiet:
     """Describes the store, and returns the exit code.
 
     If the store cannot be opened, describes the newest undamaged catalog in the store, and returns exit code 1.
+
+    Raises:
+        StorageError: the store cannot be opened, and no undamaged catalog is found.
     """
     from memascend import storage
     from memascend.errors import StorageError
@@ -161,7 +164,7 @@ def _verify(paths: list[str], *, as_json: bool) -> int:
     else:
         _print_commits(commits, seconds)
         for copy in damaged:
-            print(f"{copy}; the other copy is undamaged, and the next training step repairs the damaged copy")
+            print(f"{copy}; the other copy is undamaged, and the next training step tries to repair the damaged copy")
     # The other copy is undamaged, so no data is lost. But the drive may be failing, so the exit code is 1.
     return 0 if commits[0].whole and not damaged else 1
 

@@ -1,6 +1,6 @@
-"""Implements `memascend demo`: trains a model in memory and offloaded, and compares all bits of the two runs.
+"""Implements `memascend demo`: trains a model in memory and offloaded, and compares losses and parameters.
 
-The demo kills the offloaded run in the middle of a step, and resumes it.
+The demo kills the offloaded run halfway, usually in the middle of a step, and resumes it.
 """
 
 from __future__ import annotations
@@ -97,8 +97,10 @@ class Side(Closing):
     def request(self, word: str) -> None:
         """Sends the request "step" or "end" to the child process. `answer()` returns the child's report."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
+        # If the child process has ended, answer() raises the error.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{word}\n")
+            self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         """Waits for the next report of the child process, and returns the report.
@@ -110,7 +112,8 @@ class Side(Closing):
         line = self._process.stdout.readline()
         if not line:
             raise MemascendError(
-                f"a training process ended with exit code {self._process.wait()}: see its output above"
+                f"a training process ended with exit code {self._process.wait()}: see its error above; if "
+                "there is none, free memory and try again"
             )
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
@@ -129,7 +132,7 @@ class Side(Closing):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains in memory and offloaded, and compares the two runs. Returns exit code 1 if anything differs, else 0."""
+    """Trains in memory and offloaded, and compares the two runs. Returns exit code 1 if a result differs, else 0."""
     with tempfile.TemporaryDirectory(prefix="memascend-demo-", dir=options.storage or disk_folder()) as folder:
         settings = Settings(options.layers, options.width, folder)
         with Side(replace(settings, storage=None)) as memory, Side(settings) as offloaded:
@@ -141,8 +144,9 @@ def _compare(settings: Settings, steps: int, memory: Side, offloaded: Side) -> i
     count = memory.answer()["parameters"] / 1e6
     _print(
         f"A language model of {count:.1f} million parameters ({settings.layers} blocks of width {settings.width}, "
-        "float32)\nlearns the bytes of Python's own sources: once in memory, with torch's fused AdamW, and once "
-        "offloaded.\nBoth runs train alternately, each in its own process with one thread. Memory excludes imports.\n"
+        "float32)\nlearns the bytes of Python sources: once in memory, with torch's fused AdamW, and once "
+        "offloaded.\nBoth runs train alternately, each in its own process with torch on one thread. Memory "
+        "excludes imports.\n"
     )
     offloaded.answer()
     _print(f"{_line(_HEADS)}\n{'  '.join('-' * width for width in _WIDTHS)}")

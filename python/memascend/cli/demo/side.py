@@ -1,4 +1,4 @@
-"""Trains one of the two runs of `memascend demo` in a separate process: one step for each line on standard input."""
+"""Trains one of the two runs of `memascend demo` in its own process, a step for each line "step" on standard input."""
 
 from __future__ import annotations
 

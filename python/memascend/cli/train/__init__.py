@@ -1,6 +1,6 @@
 """Implements `memascend train`: runs TRL's Trainers on models that do not fit in memory.
 
-If the training was stopped or killed, the same command resumes it.
+By default, the same command resumes a training that was stopped or killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["HELP", "USAGE", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares no options. `run()` gets all arguments in `options.words`, and TRL's parser parses these arguments."""
+    """Declares no options. `run()` gets all arguments in `options.words`, and passes them to `parse()`."""
     parser.set_defaults(words=())
 
 

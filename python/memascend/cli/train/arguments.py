@@ -54,8 +54,8 @@ _SUCCESSORS = {
     "previous": "--existing previous",
 }
 
-# Options that are also arguments of `memascend.trainer.offload()`. An option that the user does not give keeps the
-# default of the argument.
+# Options that are also arguments of `memascend.trainer.offload()`. If the user does not give `host_memory`, `train()`
+# chooses the budget. Any other option that the user does not give keeps the default of the argument.
 OFFLOAD = (
     *("existing", "clipping", "host_memory", "device", "device_memory", "activations", "gradients", "state"),
     *("nonfinite", "rounding", "durability", "reduction", "scratch"),
@@ -91,7 +91,8 @@ def parse(words: Sequence[str]) -> Command:
 
     Raises:
         ArgumentError: an option is missing, unknown or wrong.
-        ConfigError: a package is missing, the file in --config is not YAML, or `require_model()` rejects the model.
+        ConfigError: a package is missing, the file in --config is not a YAML mapping, or `require_model()` rejects the
+            model.
         OSError: the file in --config cannot be read.
     """
     kind, words = (words[0], words[1:]) if words and not words[0].startswith("-") else ("sft", words)
@@ -101,6 +102,8 @@ def parse(words: Sequence[str]) -> Command:
     lacking = next((name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None), None)
     if lacking is not None:
         raise ConfigError(f"{lacking} is not installed: {how_to_install('train')}")
+    if not given.get("config", ["present"]):
+        raise ArgumentError(None, "--config expects a file")
     config = _in_file(given.pop("config")[-1]) if "config" in given else {}
     needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
     if missing := [f"--{name}" for name in needed if not {**config, **given}.get(_ALIASES.get(name, name))]:
@@ -199,8 +202,9 @@ def require_model(name: str, revision: str | None = None) -> None:
     """Checks quickly that `name` is a folder with a model, or may be the name of a model on the hub.
 
     Raises:
-        ConfigError: `name` is a file, or a folder without a model. Or `name` does not exist, and is a path or resembles
-            the path of a model's folder. Or `name` is not in the hub's cache, and the hub's host name has no address.
+        ConfigError: `name` is a file, a folder without a model, or a path that does not exist. Or `name` is not in the
+            hub's cache, and resembles the path of a model's folder. Or `name` is not in the hub's cache, no proxy is
+            set, and the hub's host name has no address.
     """
     path = Path(name)
     if path.is_dir():

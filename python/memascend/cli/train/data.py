@@ -1,6 +1,6 @@
 """Reads examples with the library `datasets`, and converts them to TRL's columns. Errors about an example name it.
 
-If the chat template cannot mark the assistant's messages, this module labels the tokens of these messages.
+For chat templates that cannot mark the assistant's messages, this module can label the tokens of these messages.
 """
 
 from __future__ import annotations
@@ -63,18 +63,21 @@ _ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model":
 def read(command: Command, tokenizer: Any, *, held_out: bool = False) -> Any:
     """Returns the examples for training; with `held_out`, the examples for evaluation.
 
-    May turn on packing or `assistant_only_loss` in the Trainer's arguments, as the examples require.
+    May turn on packing or `assistant_only_loss` in the Trainer's arguments, depending on the examples.
 
     Raises:
-        ConfigError: a file, its columns or an example is wrong, or the examples need a chat template that the model's
-            tokenizer does not have.
+        ConfigError: a file or a data set, its columns or an example is wrong, or the examples need a chat template that
+            the model's tokenizer does not have. Or `held_out` is True, --data names files, and --eval is missing.
     """
     script, own = command.script, command.own
     if command.mixture.datasets and not (held_out and own.eval):
-        # TRL splits the examples into training and evaluation at random. Both calls of `read` need the same seed, so
-        # that no example is in both splits.
+        # With --test_split_size, TRL splits the examples into training and evaluation at random. Both calls of `read`
+        # need the same seed, so that no example is in both splits.
         transformers.set_seed(command.training.seed)
-        found = get_dataset(command.mixture)["test" if held_out else "train"]
+        splits = get_dataset(command.mixture)
+        if held_out and "test" not in splits:
+            raise ConfigError("`datasets` leaves no examples for evaluation: give --test_split_size or --eval FILE")
+        found = splits["test" if held_out else "train"]
         return _shaped(found, "datasets", command, tokenizer)
     split = script.dataset_test_split if held_out else script.dataset_train_split
     parts = []
@@ -116,15 +119,14 @@ def _files(text: str) -> list[str]:
         return []
     found = [text] if Path(text).is_file() else sorted(glob.glob(text, recursive=True))  # noqa: PTH207
     if not found and (glob.has_magic(text) or text.count("/") != 1 or Path(text).suffix.lower() in _BUILDERS):
-        raise ConfigError(
-            f"{text} does not exist: correct --data or --eval, or give a data set of the hub as OWNER/NAME"
-        )
+        raise ConfigError(f"{text} does not exist: correct this path, or give a data set of the hub as OWNER/NAME")
     for file in found:
-        if Path(file).suffix.lower() not in _BUILDERS or not Path(file).stat().st_size:
+        if Path(file).suffix.lower() not in _BUILDERS:
             raise ConfigError(
-                f"{file} is empty, or the suffix of its name is unknown: give a file with examples whose name ends in "
-                f"one of {', '.join(_BUILDERS)}"
+                f"{file} has an unknown suffix: give a file whose name ends in one of {', '.join(_BUILDERS)}"
             )
+        if not Path(file).stat().st_size:
+            raise ConfigError(f"{file} is empty: give a file with examples")
     return found
 
 
@@ -190,7 +192,7 @@ def _wrong_json(place: str, text: str) -> str | None:
 def _shaped(data: Any, place: str, command: Command, tokenizer: Any) -> Any:
     """Returns a data set with TRL's columns. May turn on packing or `assistant_only_loss` in the Trainer's arguments.
 
-    `place` is the name of the file in errors.
+    Errors name the data as `place`.
     """
     found = data.column_names or list(next(iter(data)))
     if "input_ids" in found:
@@ -243,7 +245,7 @@ def _shape(found: list[str], given: Mapping[str, str], place: str, kind: str) ->
 def _row(
     place: str, shape: tuple[str, ...], columns: Mapping[str, str], tokenizer: Any, _: str, values: Any, number: int
 ) -> dict[str, Any]:
-    """Converts an example to TRL's columns. Adds labels if `tokenizer` is given.
+    """Converts an example to TRL's columns. If `tokenizer` is given, the columns are tokens and labels.
 
     `columns` is a dict from memascend's names of columns to the names of columns in the data.
     """
@@ -269,7 +271,7 @@ def _converted(row: dict[str, Any], shape: tuple[str, ...], tokenizer: Any) -> d
         messages = _conversation(row.pop(shape[0]), row.pop("system", None))
         if all(message["role"] != "assistant" for message in messages):
             raise ConfigError(
-                "no message is the assistant's, but only the assistant's messages are trained on: remove this example"
+                "no message is the assistant's, but each example must have such a message: remove this example"
             )
         row["messages"] = messages
         return row if tokenizer is None else _labelled(tokenizer, messages, row.get("tools"))
@@ -310,7 +312,7 @@ def _shown(value: Any) -> str:
 def _conversation(turns: Any, system: str | None = None) -> list[dict[str, Any]]:
     """Converts messages in the form of OpenAI or ShareGPT to the form of OpenAI.
 
-    Drops fields that are None: if any example has a field, `datasets` adds this field, as None, to all other examples.
+    Drops fields that are None, because `datasets` adds a field of one example, as None, to examples without this field.
     Drops system messages after the first message, and all system messages in `turns` if `system` is given.
     """
     messages = [{"role": "system", "content": system}] if system else []
@@ -337,7 +339,11 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
     """Returns the tokens of a conversation, and their labels. The label is -100 outside of the assistant's messages.
 
     To find the text of a message, renders the messages before this message, and then the same messages together with
-    this message. Each of the two results must be a prefix of the whole rendered conversation.
+    this message.
+
+    Raises:
+        ConfigError: the first result is not a prefix of the second result, the second result is not a prefix of the
+            whole rendered conversation, or the chat template raises an error.
     """
     tools = json.loads(tools) if isinstance(tools, str) else tools
     render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
@@ -366,10 +372,10 @@ def _labelled(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dic
 
 
 def token_counts(data: Any) -> Any:
-    """Returns an array with the number of tokens of each example, after TRL has prepared the examples.
+    """Returns an array with the number of tokens of each example of a data set that TRL has prepared.
 
     If an example is a pair of answers, counts the tokens of the prompt and of the longer answer. Returns None if the
-    columns of the data set are not known.
+    data set has other columns, such as those of reward training.
     """
     names = set(data.column_names)
 

@@ -55,9 +55,9 @@ _RECORD = "memascend-train.json"
 
 
 def train(command: Command) -> int:
-    """Trains from the last step in the store to the end of the training; with --dry_run, only prints the plan.
+    """Trains to the end of the training, and saves the model; with --dry_run, only prints the plan.
 
-    Returns the exit code.
+    By default, training continues after the last step in the store. Returns the exit code.
     """
     args, own = command.training, command.own
     chosen = {name: getattr(own, name) for name in OFFLOAD if getattr(own, name) is not None}
@@ -172,14 +172,14 @@ class Terminated(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
-    """Prints the last committed step if Ctrl-C ends the block. In a run of one process, does the same for SIGTERM.
+    """Prints where the training stopped if Ctrl-C ends the block. Without torchrun, does the same for SIGTERM.
 
     Yields an empty list. The block appends the Trainer to this list when the Trainer exists.
     """
     made: list[Any] = []
     before: Any = None
-    # With several ranks, SIGTERM keeps its default action. Python runs no handler while a rank waits in a collective
-    # call, so torchrun would wait for this rank in vain.
+    # With torchrun, SIGTERM keeps its default action. Python runs no handler while a rank waits in a collective call,
+    # so torchrun would wait for this rank in vain.
     if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
         before = signal.signal(signal.SIGTERM, functools.partial(_terminate, os.getpid()))
     try:
@@ -198,7 +198,7 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
     # A command with another value of --existing would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
     with contextlib.suppress(ConfigError, AttributeError):
-        # If the Trainer is not offloaded yet, offloaded_optimizer() raises an error, and `where` keeps its value.
+        # If no offloaded Trainer exists yet, the next line raises an error, and `where` keeps its value.
         optimizer = offloaded_optimizer(trainer.optimizer)
         # close() may write for a while and show its progress, so the message is printed afterwards.
         optimizer.close()
@@ -300,8 +300,8 @@ def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
     words = [f"{len(kept):,} kept", *([dropped] if dropped else [])]
     lengths = None if longest is None else token_counts(kept)
     if lengths is not None:
-        # For SFT, TRL has already cut the examples, so each cut example has exactly --max_length tokens. For other
-        # kinds of training, the collator cuts examples later, so each example with more tokens is counted.
+        # For SFT, TRL has already cut the examples, so each cut example has exactly --max_length tokens. For DPO and
+        # KTO, the collator cuts examples later, so each example with more tokens is counted.
         is_cut = kind != "sft"
         count = int((lengths > longest).sum() if is_cut else (lengths == longest).sum())
         what = (
