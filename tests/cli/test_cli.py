@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from support.disks import command
 
 import memascend
 from memascend import nvme
-from memascend.cli import _in_own_words, _ran, main
+from memascend.cli import _in_own_words, _ran, main, storage
 from memascend.cli.demo import Settings, Side, row_shown
 from memascend.cli.store import _groups
 from memascend.cli.train.arguments import OFFLOAD, parse, require_model
@@ -32,6 +33,34 @@ def test_doctor_prints_one_screen(capsys):
     for subject in ("system", "processor", "memory", "memlock limit", "huge pages", "pinning", "torch", "triton"):
         assert subject in out
     assert len(out.splitlines()) < 50
+
+
+class SlowVolume:
+    """A volume of 64 MiB whose writes take 10 ms. Records the offsets of its transfers."""
+
+    size = 64 << 20
+
+    def __init__(self):
+        self.written, self.read_at = set(), set()
+
+    def write(self, _tensor, offset):
+        self.written.add(offset)
+        return SimpleNamespace(wait=lambda: time.sleep(0.01))
+
+    def read(self, _tensor, offset):
+        self.read_at.add(offset)
+        return SimpleNamespace(wait=lambda: None)
+
+    def flush(self):
+        """Does nothing."""
+
+
+def test_doctor_reads_only_the_bytes_that_it_wrote_to_a_slow_disk(monkeypatch):
+    monkeypatch.setattr(storage, "_TRIAL_SECONDS", 0.1)
+    volume = SlowVolume()
+    assert set(storage._measured(volume, ("write", "read"))) == {"write", "read"}
+    assert volume.read_at == volume.written
+    assert len(volume.written) < 64
 
 
 @pytest.mark.timeout(300)

@@ -71,15 +71,22 @@ def blocks(nbytes: int, count: int) -> Iterator[list[torch.Tensor]]:
 
 
 def transfer(
-    volume: Volume, tensors: list[torch.Tensor], pattern: Pattern, nbytes: int, seconds: float | None = None
+    volume: Volume,
+    tensors: list[torch.Tensor],
+    pattern: Pattern,
+    nbytes: int,
+    seconds: float | None = None,
+    *,
+    span: int | None = None,
 ) -> Speed:
     """Reads or writes the volume from its beginning to its end, repeatedly, until `nbytes` or `seconds` are reached.
 
-    Keeps one operation for each tensor in flight. The pattern "mixed" alternates between one read and one write. The
-    reads, and also the writes, are sequential.
+    With `span`, reads or writes only the first `span` bytes of the volume. Keeps one operation for each tensor in
+    flight. The pattern "mixed" alternates between one read and one write. The reads, and also the writes, are
+    sequential.
     """
     block = tensors[0].nbytes
-    places = max(1, volume.size // block)
+    places = max(1, min(volume.size, span or volume.size) // block)
     streams = 2 if pattern == "mixed" else 1
     flying: deque[Ticket] = deque()
     began, cpu = time.perf_counter(), _cpu_seconds()
@@ -220,13 +227,14 @@ def _volume(volume: Volume, patterns: Sequence[Pattern]) -> Iterator[Finding]:
 def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
     """Measures each pattern. If a pattern writes, first fills the volume for at most `_TRIAL_SECONDS`."""
     speeds: dict[str, Speed] = {}
+    filled = volume.size
     with blocks(_BLOCK_BYTES, _DEPTH) as tensors:
         if set(patterns) != {"read"}:
-            # Fill as much of the file as `_TRIAL_SECONDS` allow. The first write to a block of a new file is slower
-            # than later writes, and a run writes each block many times.
-            transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS)
+            # The first write to a block of a new file is slower than later writes, and a run writes each block many
+            # times. A read of a block that was never written may need no I/O. So only filled blocks are measured.
+            filled = transfer(volume, tensors, "write", volume.size, _TRIAL_SECONDS).nbytes
         for pattern in patterns:
-            speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS)
+            speeds[pattern] = transfer(volume, tensors, pattern, 8 * volume.size, _TRIAL_SECONDS, span=filled)
             if pattern != "read":
                 volume.flush()
     return speeds
