@@ -75,8 +75,8 @@ class Work:
     # The seconds that the network takes in a forward, and in a backward. None: one rank has the whole model, or the
     # network's speed is unknown.
     exchanged: tuple[float, float] | None = None
-    # Bytes of checkpointed activations that go from the device to the host in the forwards of a step. The same number
-    # of bytes returns in the backwards.
+    # Bytes of checkpointed activations that leave the memory of the computing device in the forwards of a step. The
+    # same number of bytes returns in the backwards.
     carried: int = 0
     # Bytes of checkpointed activations that the forwards of a step write to files, and that the backwards read.
     stored: int = 0
@@ -99,8 +99,8 @@ class Host:
 # The default seconds of one thread for the AdamW update of one element, and for the checksum of one byte. In training
 # on a server processor of 2023, update and checksums together took 1.9 ns for each element.
 _UPDATE_SECONDS, _CHECK_SECONDS = 1.1e-9, 0.03e-9
-# The default number of threads that update the RAM tier. The update moves 26 bytes for each element. More threads would
-# not help, because a desktop's memory would be too slow for them.
+# The default number of threads that update the RAM tier if a device computes. The update moves 26 bytes for each
+# element. More threads would not help, because a desktop's memory would be too slow for them.
 _IN_RAM_THREADS = 4
 
 
@@ -329,9 +329,10 @@ class _Step:
         return streams[0] / sum(streams) if any(streams) else 0.0
 
     def _at_step(self) -> list[Phase]:
-        """Returns the phases of step() for the RAM tier; none if no record is in RAM.
+        """Returns the phases of step() for the RAM tier; none if no trained parameter is in the RAM tier.
 
-        The phases are: writing the gradient log, if there is one; then, after the commit, updating the RAM tier.
+        If step() writes the gradient log, it does so in the first phase. In the last phase, after the commit, step()
+        updates the RAM tier.
         """
         plan, host = self._plan, self._host
         if not plan.ram_tier_part:

@@ -1,10 +1,10 @@
 """Divides a run's memory budget among its uses, and computes the bytes that a step then reads and writes.
 
 [Note: order of the budget] The working minimum is slots for one unit at a time, two chunks for updates, the largest
-gradient, and buffers of fixed size. A larger budget adds, in this order: two more chunks, slots for a second unit, a
-longer queue of gradients, more chunks, memory for reading the next whole parameter, further chunks for activations,
-the RAM tier, and last more slots. If a device computes, its slots and gradients have a separate budget of device
-memory.
+gradient (all gradients if gradients="ram"), and buffers of fixed size. A larger budget adds, in this order: two more
+chunks, slots for a second unit, a longer queue of gradients, more chunks, memory for reading the next whole parameter,
+further chunks for activations, the RAM tier, and last more slots. If a device computes, its slots and gradients have a
+separate budget of device memory.
 """
 
 from __future__ import annotations
@@ -424,9 +424,9 @@ _CHUNKS_MIN, _CHUNKS_FEW, _CHUNKS = 2, 4, 12
 
 
 def rungs(planner: MemoryPlanner) -> list[MemorySplit]:
-    """Returns splits of increasing size, in the order that [Note: order of the budget] explains.
+    """Returns splits in the order that [Note: order of the budget] explains.
 
-    The first split is the smallest that works. The last split, called comfortable, keeps disk and compute busy.
+    The first split is the working minimum. The last split, called comfortable, keeps disk and compute busy.
     """
     run = planner.run
     comfortable = planner.smallest(2, _CHUNKS, planner.queue_bytes).with_next(run.whole_next_bytes)

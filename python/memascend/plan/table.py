@@ -61,7 +61,8 @@ class Traffic:
     def repeated(self, times: int) -> Traffic:
         """Returns the traffic of a step with `times` more micro-batches, which run one after the other.
 
-        Each further micro-batch reads all values again, reads the sums of the gradients, and writes the new sums.
+        Each further micro-batch reads the values again. If gradients are written to storage, each further micro-batch
+        also reads the sums of the gradients, and writes the new sums.
         """
         read = {kind: nbytes * (1 + times * (kind in _OF_BACKWARDS)) for kind, nbytes in self.read.items()}
         sums = times * self.written.get("gradients", 0)

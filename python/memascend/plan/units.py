@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Container classes of torch. A forward calls the modules inside a container, and never the container itself.
+# Container classes of torch. A forward never calls a container itself.
 _UNCALLED = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 
 
@@ -200,8 +200,8 @@ def _bound_in(
 # that module's bytes instead, since the parameters of one module are never divided.
 _BOUND_BYTES = 1 << 30
 # A leftover is a module, or a part of a module, outside of blocks. The smallest leftovers are pinned. Each pinned
-# leftover has at most 1/16 of the bytes of the largest block (`limit` in `find_units`). All pinned leftovers together
-# have at most 1/4 of these bytes.
+# leftover has at most 1/16 of `limit` bytes (see `find_units`). All pinned leftovers together have at most 1/4 of
+# `limit` bytes.
 _SMALL_PART = 16
 _REST_PART = 4
 
@@ -234,9 +234,9 @@ def find_units(
 
     Each repeated block is a unit, and so is each embedding, LM head and other large module. The smallest modules
     outside of blocks, such as a final norm, are together one pinned unit with the name "rest". A block or other module
-    larger than `bytes_max` (default: 1 GiB) is divided into its modules. The parameters that a single module owns stay
-    together, since one call of the module needs all of them. Each module named in `units` is one unit, whatever its
-    size.
+    larger than `bytes_max` is divided into its modules; the default of `bytes_max` is 1 GiB, or more if a single module
+    owns more bytes. The parameters that a single module owns stay together, since one call of the module needs all of
+    them. Each module named in `units` is one unit, whatever its size.
     """
     tree = ModuleTree(model)
     bound = max(_BOUND_BYTES, tree.largest_owner) if bytes_max is None else bytes_max
@@ -293,7 +293,8 @@ def _checked(tree: ModuleTree, names: Sequence[str]) -> Sequence[str]:
 def _blocks(tree: ModuleTree, module: str) -> Iterator[UnitDraft]:
     """Yields the repeated blocks inside a module: similar children of a `ModuleList` or `Sequential`.
 
-    If a block contains other repeated blocks, only the outermost block is yielded.
+    The only child of a `ModuleList` is a block, too. If a block contains other repeated blocks, only the outermost
+    block is yielded.
     """
     children = [child for child in tree.children(module) if tree.below(child)]
     repeated: set[str] = set()
@@ -329,11 +330,11 @@ def _repeated(tree: ModuleTree, children: Sequence[str]) -> set[str]:
 
 
 def _leftovers(tree: ModuleTree, module: str, limit: int) -> Iterator[UnitDraft]:
-    """Yields drafts of the parameters outside of blocks.
+    """Yields drafts of the parameters in a module that no draft has claimed.
 
-    A module with at most `limit` bytes is one draft, if a forward calls it and it contains no block. In any other
-    module, the parameters that the module owns directly are one draft, and each child module is divided by the same
-    rule.
+    A module below the root is one draft if it has at most `limit` bytes, a forward calls it, and `is_whole()` is True.
+    In any other module, the parameters that the module owns directly are one draft, and each child module is divided by
+    the same rule.
     """
     left = tree.below(module)
     if not left:

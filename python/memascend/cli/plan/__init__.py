@@ -103,7 +103,7 @@ def _speed(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the plan. Returns exit code 1 if the run does not fit the GPU, the RAM or the storage, else 0."""
+    """Runs `memascend plan`. Returns the exit code of `print_answer()`."""
     # Reports a wrong name of a model before the import of torch, which takes seconds.
     shape_named(options.model)
     return print_answer(options, ask(options))
@@ -214,7 +214,8 @@ def ask(options: argparse.Namespace) -> Question:
 def _subject(options: argparse.Namespace) -> Subject:
     """Describes the model.
 
-    Does not import torch if AdamW trains a built-in shape in 16 bits, on one rank, with activation checkpointing.
+    Does not import torch if AdamW trains a built-in shape of a kind in `builtin.KINDS` in 16 bits, on one rank, with
+    activation checkpointing.
     """
     from memascend.cli.plan import builtin
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 _TB = 10**12
-# Where the size of the machine's memory comes from. "here": measured on this machine. "given": from --ram. "assumed": a
-# default size.
+# Where the size of the machine's memory comes from. "here": measured on this machine. "given": from --ram, or the size
+# is not known. "assumed": a default size.
 Source = Literal["here", "given", "assumed"]
 # The bytes of gaps between torch's allocations in the heap, as a share of the bytes of torch's tensors. Measurements
 # with three kinds of models gave shares from 0.1 to 0.3.
@@ -58,7 +58,7 @@ class Question:
     # The operations per second that the CPU reaches in matrix products. None: not measured.
     processor: float | None = None
     # A function that measures this machine. It takes a plan and a format of the state, and returns the seconds of a
-    # forward, the seconds of a backward, and the speeds of the host. None: the seconds are estimated.
+    # forward, the seconds of a backward, and the speeds of the host. None: there is no such measurement.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None
     drive: Drive | None = None  # the speed of storage; None: not known
     drive_assumed: bool = False  # True if `drive` is `ASSUMED_DRIVE`, because no drive is named or measured
@@ -106,15 +106,15 @@ class Question:
         return self.micro_batches > 1 and self.ranks == 1 and self.options.accumulation_steps == 1
 
     def one_after_the_other(self) -> Question:
-        """Returns the same run, but micro-batches run one after the other, and each micro-batch reads all units."""
+        """Returns the same run, but its micro-batches run one after the other."""
         return replace(self, options=replace(self.options, accumulation_steps=self.micro_batches))
 
     @property
     def torchs(self) -> int:
         """The peak of torch's own memory in bytes, without parameters; 0 if the model cannot be traced.
 
-        If micro-batches are computed by layer, each micro-batch keeps its own checkpointed activations, and its own
-        gradients of tied parameters.
+        If micro-batches are computed by layer, each micro-batch keeps its own gradients of tied parameters, and, unless
+        `carries`, its own activations.
         """
         if isinstance(self.trace, str):
             return 0
@@ -177,8 +177,8 @@ class Answer:
     host_bytes: int  # host memory of the process: memascend, Python, its libraries, and torch if the CPU computes
     device_bytes: int  # GPU memory of parameters, gradients and torch; 0 if the CPU computes
     # `ways` has the phases of a step for each way in which the updates may run; None: the seconds are not known. `way`
-    # is the fastest way, or the fastest for the drive if only the drive's speed is known; None: this speed is not known
-    # either.
+    # is the way that `fastest()` chooses. If `ways` is None, `fastest()` compares only the seconds of the drive. `way`
+    # is None if the drive's speed is not known.
     ways: Mapping[Way, Sequence[Phase]] | None
     way: Way | None
     disk_bytes: int  # disk space of the store and of files of activations
@@ -262,8 +262,8 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 
     Excludes "early" if `gradients` is not "auto", if there are several ranks, or if several micro-batches run one after
     the other. In the last case, a Trainer does not tell `offload()` which micro-batch is the last; a training loop that
-    passes `accumulation_steps=` does, and is faster than the estimate. If "early" is not excluded, and nothing is
-    clipped, "early" is the only way.
+    passes `accumulation_steps=` does, and may be faster than the estimate. If `found` contains "early", "early" is not
+    excluded, and nothing is clipped, returns only "early".
     """
     options = question.options
     if "early" not in found:
@@ -276,7 +276,7 @@ def _possible(question: Question, found: dict[Way, list[Phase]]) -> dict[Way, li
 def _ways(question: Question, plan: Plan, network: Network | None) -> dict[Way, list[Phase]] | None:
     """Returns the phases of a step for each way in which its updates may run; None if their seconds are not known.
 
-    The seconds are not known if a speed is not known, or if the model has no trace.
+    The seconds are not known if the speed of the drive or of compute is not known, or if the model has no trace.
     """
     trace, drive = question.trace, question.drive
     if drive is None or isinstance(trace, str):
@@ -475,8 +475,7 @@ def total(question: Question, found: Answer, examples: int) -> Total:
 
 # The largest number of sequences in a proposed step. Larger steps change how a model learns.
 _SEQUENCES_MAX = 256
-# A step by layer is proposed only if every other step has less than 0.9 times the tokens per second of the step by
-# layer.
+# `_by_layer()` returns a step only if `other` has less than 0.9 times the tokens per second of this step.
 _MUCH_FASTER = 0.9
 # A larger step is proposed only if it computes more than 1.05 times the tokens per second of the present step.
 _FASTER = 1.05
@@ -488,18 +487,17 @@ class Proposal:
 
     question: Question
     answer: Answer
-    # A step that computes micro-batches by layer, and has at most as many examples as the step in `question`. None: no
-    # step by layer is much faster than the fastest other step.
+    # A step that computes micro-batches by layer, and has at most as many examples as the step in `question`. None:
+    # `propose()` found no step by layer that is much faster than the step in `question`.
     by_layer: tuple[Question, Answer] | None
 
 
 def propose(question: Question, now: Answer) -> Proposal | None:
     """Proposes a larger step that is faster per token; None if there is no such step. `now` answers `question`.
 
-    The proposed step has the largest micro-batch that fits, and the smallest power of two of micro-batches with which
-    compute is the longest part of the step. If compute never becomes the longest part, the step has the largest number
-    of micro-batches that still makes it faster per token. If no such step is faster than `now`, proposes a step by
-    layer with the micro-batch of `question`.
+    The proposed step has the micro-batch that `_largest()` returns. `_best()` chooses the number of these
+    micro-batches, which run one after the other, from the powers of two. If `_best()` returns None, proposes the step
+    by layer that `_by_layer()` returns.
 
     Returns None, too, if the run of `question` does not fit, has several ranks, or runs several micro-batches one after
     the other; or if compute is already the longest part of its step, or its seconds are not known.
@@ -518,7 +516,10 @@ def propose(question: Question, now: Answer) -> Proposal | None:
 
 
 def _by_layer(question: Question, examples: int, other: Answer) -> tuple[Question, Answer] | None:
-    """Returns the fastest step by layer with at most `examples` examples; None if `other` is about as fast."""
+    """Returns a step by layer with at most `examples` examples, and with the micro-batch of `question`.
+
+    Returns None if `_best()` chooses no such step, or if this step is not much faster than `other`.
+    """
     counts = _doubled(examples // question.sequences)[1:]
     best = _best((replace(question, micro_batches=count) for count in counts), other)
     return best if best is not None and _rate(other) < _MUCH_FASTER * _rate(best[1]) else None
@@ -530,12 +531,11 @@ def _doubled(most: int) -> list[int]:
 
 
 def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | None:
-    """Returns the last step in `asked` that is faster than `than` and all earlier steps; None if no step is faster.
+    """Returns the step in `asked` that is the best in the end; None if no step becomes the best.
 
-    A step is faster if its tokens per second exceed the best ones before it by the factor `_FASTER`.
-
-    Each step in `asked` is larger than the step before. Stops at the first step that does not fit, and after the first
-    step whose bound is compute.
+    A step becomes the best if it has more than `_FASTER` times the tokens per second of the best so far, which is
+    `than` at the beginning. Stops at the first step that does not fit, and after the first step whose bound is compute.
+    The caller passes steps of increasing size.
     """
     best: tuple[Question, Answer] | None = None
     for one in asked:
@@ -550,7 +550,10 @@ def _best(asked: Iterable[Question], than: Answer) -> tuple[Question, Answer] | 
 
 
 def _fitting(question: Question) -> tuple[Question, Answer] | None:
-    """Returns `question` if it fits, else the same question with activations="ssd" if this fits, else None."""
+    """Returns `question` if it fits, else the same question with activations="ssd" if this fits, else None.
+
+    Tries activations="ssd" only if checkpointed activations stay in the memory of the device that computes.
+    """
     asked = [question]
     if not question.carries and not isinstance(question.trace, str) and question.trace.recomputes:
         asked.append(replace(question, options=replace(question.options, activations="ssd")))
@@ -576,8 +579,8 @@ _STATES: tuple[Literal["bf16", "8bit"] | None, ...] = (None, "bf16", "8bit")
 def alternative(question: Question) -> tuple[Question, Answer] | None:
     """Returns a run that fits and is similar to a run that does not fit; None if no similar run fits.
 
-    Tries fewer sequences first, then fewer micro-batches, then other formats of the state. Tries each combination also
-    with checkpointed activations in files.
+    Tries fewer sequences first, then fewer micro-batches, then other formats of the state. For each combination,
+    `_fitting()` may also try checkpointed activations in files.
     """
     options = question.options
     for state in _STATES if options.state is None else (options.state,):
@@ -604,9 +607,10 @@ def _halved(count: int) -> list[int]:
 def find(question: Question, length: int | None) -> list[tuple[Question, Answer]]:
     """Finds, for each sequence length and each format of the state, the largest number of sequences that fits.
 
-    Each number is a power of two, and 1 if no number fits. If the question names a format of the state, only this
-    format is tried. If `length` is given, only this length is tried, else the lengths in `_LENGTHS` that the model
-    allows. The number of sequences in `question` is ignored.
+    Each number is a power of two up to `_SEQUENCES_MAX`. A number is 1 if no number fits, or if the model cannot be
+    traced. If the question names a format of the state, tries only this format, else the formats in `_STATES` that the
+    optimizer has. If `length` is given, tries only this length, else the lengths in `_LENGTHS` that the model allows,
+    or only the model's maximum if it allows none of them. Ignores the number of sequences in `question`.
     """
     most = question.subject.longest or max(_LENGTHS)
     lengths = [length] if length else [one for one in _LENGTHS if one <= most] or [most]
@@ -627,7 +631,11 @@ def find(question: Question, length: int | None) -> list[tuple[Question, Answer]
 
 
 def _largest(question: Question) -> Question:
-    """Returns `question` with the largest micro-batch that fits: `question.sequences` times a power of two."""
+    """Multiplies `question.sequences` by the largest power of two with which the run fits.
+
+    Returns `question` itself if no larger micro-batch fits, or if it is not known whether a larger one fits. Tries no
+    micro-batch of more than `_SEQUENCES_MAX` sequences.
+    """
     if question.measured is not None or isinstance(question.trace, str):
         # Measurements are valid only for the micro-batch of `question`, and without a trace the memory is not known.
         return question

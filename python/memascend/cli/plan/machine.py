@@ -83,7 +83,7 @@ def parse_drive(text: str) -> Drive:
 def drive_at(paths: Sequence[Path]) -> tuple[Drive | None, dict[str, float]]:
     """Measures storage. Returns the speed of all devices together, and the measured figures in GB/s.
 
-    The returned drive is None for raw devices, because writing to a raw device would destroy its data.
+    The returned drive is None if a path is a raw device, because writing to a raw device would destroy its data.
     """
     # Each file system is measured alone, although a store uses all file systems at once. Paths on one file system share
     # its speed. The slowest path limits the speed of all paths.

@@ -47,8 +47,8 @@ def subject(path: Path, *, dtype: torch.dtype | None, optimizer: str, recomputes
     """Describes a model. `path` is a config.json, a folder with a config.json, or a name that `shape_named()` knows.
 
     `dtype` is the dtype of the parameters. If `dtype` is None, parameters have the config's dtype, or bfloat16 if the
-    config names no dtype. `optimizer` is the name of a class in torch.optim. `recomputes` is True if activation
-    checkpointing is on.
+    config names no dtype of torch. `optimizer` is the name of a class in torch.optim. `recomputes` is True if
+    activation checkpointing is on.
     """
     model, by = describe(path, dtype)
     make: Any = _optimizer_class(optimizer)
@@ -168,7 +168,9 @@ def _configured(transformers: Any, config: Path, values: dict[str, Any], dtype: 
     """Makes the model that a config describes, by a class of transformers. Never runs code from the model's folder."""
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"{config} has no model_type, so the kind of model is not known: add model_type to the file")
+        raise ConfigError(
+            f"{config} has no model_type that is text, so the kind of model is not known: set model_type in the file"
+        )
     known = values.get("dtype", values.get("torch_dtype"))
     if dtype is None:
         dtype = getattr(torch, known, None) if isinstance(known, str) else None
@@ -414,7 +416,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str | None:
-    """Returns the name of the model's method that turns on activation checkpointing; None if it has no such method."""
+    """Returns the name of the model's method that turns on activation checkpointing; None if it is not supported."""
     # Newer versions of transformers call the method activation_checkpointing_enable.
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     return f"{name}_checkpointing_enable" if getattr(model, "supports_gradient_checkpointing", False) else None

@@ -86,7 +86,7 @@ class Subject:
     tied_bytes: int
     dtype: str  # the dtype of the first parameter
     longest: int | None  # the number of tokens in the longest possible sequence; None: not known
-    # The name of the model's method that turns on activation checkpointing. None: the model has no such method.
+    # The name of the model's method that turns on activation checkpointing. None: it is not supported.
     checkpointing: str | None
     # The functions `plan` and `trace` cache their results, because a command calls them often with the same arguments.
     # `plan` takes the options of `offload()` and the number of ranks, and returns the plan of one rank.
