@@ -343,6 +343,15 @@ def test_short_answer_shows_cost_memory_and_commands(capsys):
     assert "linear_cross_entropy" not in five(capsys, *asked, "--loss", "full")[loop]
 
 
+def test_trainer_line_turns_on_checkpointing_before_activations_on_storage(capsys):
+    asked = ["llama-8b", "--gpu", "RTX 4090", "--ram", "128GB", "--tokens", "1024", "--length", "1024",
+             "--accumulation-steps", "64", "--one-after-the-other"]  # fmt: skip
+    hint = 'activations="ssd" if the Trainer computes by layer (SFT, Reward)'
+    assert five(capsys, *asked)["write, for a Trainer"].endswith(f", with {hint}")
+    kept = five(capsys, *asked, "--keep-activations")["write, for a Trainer"]
+    assert kept.endswith(f", with gradient_checkpointing=True and {hint}")
+
+
 def test_the_proposal_has_the_largest_micro_batch_that_fits(capsys):
     words = (*EIGHT, "--length", 1024)
     proposal = answer(capsys, *words)["proposal"]

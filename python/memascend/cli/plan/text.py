@@ -267,9 +267,10 @@ def _trainers_lines(question: Question) -> list[str]:
     if question.options.accumulation_steps > 1 and question.ranks == 1 and not question.carries:
         layered = replace(question, options=replace(question.options, accumulation_steps=1))
         if answer(layered).problems:
-            # A Trainer that computes by layer keeps the checkpointed activations of all micro-batches. Here, these
-            # activations do not fit.
-            call += ', with activations="ssd" if the Trainer computes by layer (SFT, Reward)'
+            # A Trainer that computes by layer keeps the activations of all micro-batches. Here, they do not fit.
+            keeps = not isinstance(question.trace, str) and not question.trace.recomputes
+            checkpoints = "gradient_checkpointing=True and " if keeps else ""
+            call += f', with {checkpoints}activations="ssd" if the Trainer computes by layer (SFT, Reward)'
     return [", ".join(given), call]
 
 
