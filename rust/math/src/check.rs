@@ -210,8 +210,8 @@ impl Sum {
 }
 
 /// If the exponents of a block differ by at most this number, lanes add whole squares without rounding. If E is the
-/// largest and e the smallest exponent, all squares are multiples of `2^grid(e)` and below `2^(2E + 2)`. See [Note:
-/// exact lanes].
+/// largest exponent and e the smallest exponent field, all squares are multiples of `2^grid(e)` and below `2^(2E + 2)`.
+/// See [Note: exact lanes].
 const fn narrow<T: Element>() -> i32 {
     (FRACTION - LANE_BITS - 2 * T::PRECISION).div_euclid(2)
 }
@@ -271,8 +271,8 @@ struct Survey {
     peak: u32,
     /// Bits of the smallest magnitude that is not zero.
     low: u32,
-    /// The sum of the squares of each lane. A sum is inexact if the exponents of the block are too far apart. For fp32,
-    /// whose exponents are almost always too far apart, all sums are zero.
+    /// The sum of the squares of each lane. A sum may be inexact if the exponents of the block are too far apart. For
+    /// fp32, `narrow` is negative: no exponents are close enough, so `survey` leaves all sums zero.
     squares: [f64; LANES],
 }
 
@@ -355,7 +355,7 @@ fn sum_squares_up_to<T: Element>(block: &[T; BLOCK], peak: u32, power: i32) -> (
 }
 
 /// Squares the elements whose magnitudes are from `floor` to `peak`. Returns the sum of the upper parts and the sum of
-/// the lower parts of these squares. With `ALL`, all magnitudes of the block must be in that range.
+/// the lower parts of these squares. With `ALL`, all magnitudes of the block except zeros must be in that range.
 #[inline(always)]
 fn sum_split_squares<T: Columns, const ALL: bool>(block: &[T; BLOCK], floor: u32, peak: u32) -> [(i64, i32); 2] {
     let scale = if ALL { 2 * T::SCALE } else { 0 };

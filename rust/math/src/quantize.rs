@@ -2,8 +2,8 @@
 //!
 //! A block keeps its absolute maximum in fp32, and a code for each number's share of the maximum. The share is first
 //! rounded to the nearest of 65,536 points from -1 to 1. The code stands for the number of the map that is nearest to
-//! this point. No point is 0, so a number below 1/65,536 of the maximum gets the code of the point next to 0, not the
-//! code of 0.
+//! this point. No point is 0, so a number whose magnitude is below 1/65,536 of the maximum gets the code of a point
+//! next to 0.
 //!
 //! A block of zeros has the maximum 0, and all its codes are 0. The maximum ignores NaNs. A NaN gets code 0, which
 //! stands for the lowest number of the map. If the maximum is infinite, the share of every finite number is 0. The

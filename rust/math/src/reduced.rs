@@ -16,7 +16,7 @@ use crate::{
     weights::{Block, widened},
 };
 
-/// The version of this arithmetic. Calls with the same version, state, gradient and rule give the same bits.
+/// The version of this arithmetic. Calls with the same version, state, gradient, rule and position give the same bits.
 pub const REDUCED_ARITHMETIC: u32 = 1;
 
 /// `Exec::run` splits work at multiples of this many elements. For every type, this many elements fill whole blocks and
@@ -114,7 +114,8 @@ pub fn decode(state: Reduced<'_>, wide: WideState<&mut [f32]>, exec: Exec) -> Re
     Ok(())
 }
 
-/// Fails unless `state` is consistent and matches the parts of an fp32 state. `lengths` has the lengths of these parts.
+/// Fails if `state` is inconsistent, if a wide second moment is given but `state` has none, or if one of `lengths`, the
+/// lengths of the given parts, is not the parameter's length.
 fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, has_second: bool) -> Result<()> {
     state.agree()?;
     let other_len = state.weights.len();
@@ -128,8 +129,8 @@ fn wide_agrees(state: &Reduced<'_>, mut lengths: impl Iterator<Item = usize>, ha
 }
 
 impl Reduced<'_> {
-    /// Fails unless weights and moments have equal lengths. Also fails unless a compact parameter has exactly one place
-    /// for its rounding bits.
+    /// Fails unless the weights are consistent, the moments have lengths that match, and a compact parameter has
+    /// exactly one place for its rounding bits.
     fn agree(&self) -> Result<()> {
         self.weights.agree()?;
         self.moments.agree(self.weights.len())?;

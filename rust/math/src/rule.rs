@@ -128,8 +128,11 @@ impl Momentum {
         if self.grad_scale.abs() > max {
             return number("grad_scale", self.grad_scale, "a number that is finite in fp32, or NaN");
         }
-        if self.nesterov && (self.momentum == 0.0 || self.dampening != 0.0) {
-            return number("dampening", self.dampening, "dampening 0 and a momentum above 0, because nesterov is true");
+        if self.nesterov && self.momentum == 0.0 {
+            return number("momentum", 0.0, "a number above 0, because nesterov is true");
+        }
+        if self.nesterov && self.dampening != 0.0 {
+            return number("dampening", self.dampening, "0, because nesterov is true");
         }
         if self.step == 0 {
             return number("step", 0.0, "the number of this update, counted from 1");

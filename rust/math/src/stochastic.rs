@@ -22,8 +22,8 @@ impl Stochastic for Bf16 {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
         let rounded = magnitude.wrapping_add(u32::from(drawn)) >> 16;
-        // The largest finite number is the limit, unless rounding to nearest gives infinity. If rounding to nearest
-        // gives infinity, `drawn` decides between the largest finite number and infinity.
+        // The largest finite number is the limit, unless rounding to nearest gives infinity. If rounding a finite
+        // number to nearest gives infinity, `drawn` decides between the largest finite number and infinity.
         let largest = if magnitude < 0x7F7F_8000 { 0x7F7F } else { 0x7F80 };
         let rounded = if rounded < largest { rounded } else { largest };
         // Sets the quiet bit, so that a NaN stays a NaN. Without this bit, a NaN would become an infinity if all set

@@ -401,6 +401,9 @@ fn update_rejects_state_that_does_not_match_its_rule_or_gradient() {
     let blocks = of(Weight::Single, Moment::Blocks, true);
     assert!(rejection(blocks.state(), &grad, &rule, 128).contains("multiple of 256"));
     assert!(rejection(two.state(), &grad, &Rule::Adam(adam(true, 0)), 0).contains("step"));
+    let wrong = |of| rejection(one.state(), &grad, &Rule::Momentum(of), 0);
+    assert!(wrong(Momentum { momentum: 0.0, ..momentum(1, true) }).contains("momentum is 0: pass a number above 0"));
+    assert!(wrong(Momentum { dampening: 0.5, ..momentum(1, true) }).contains("dampening is 0.5: pass 0"));
     let compact = of(Weight::Compact, Moment::Bf16, true);
     let Reduced { weights, .. } = compact.state();
     let eight = of(Weight::Compact, Moment::Blocks, true);

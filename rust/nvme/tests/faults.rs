@@ -55,8 +55,8 @@ fn random_operations_agree_with_a_plain_array() {
         let mut model = vec![0_u8; size];
         let mut rng = Rng::new(seed ^ 0xabcd);
         for _ in 0..25 {
-            // Begins a batch of writes to disjoint bytes. All writes are in flight at once. The test drops the tickets
-            // of some writes.
+            // Begins a batch of writes to disjoint bytes. All writes may be in flight at once. The test drops the
+            // tickets of some writes.
             let mut taken: Vec<(usize, usize)> = Vec::new();
             let mut tickets = Vec::new();
             for _ in 0..rng.below(12) {
@@ -186,8 +186,8 @@ fn device_error_fails_only_its_own_ticket() {
 fn flush_fails_forever_after_one_failed_flush() {
     let mut failed = 0;
     for seed in 0..20 {
-        // The device fails half of its flushes. So after the first failed flush, the device reports success for some
-        // later flushes. The volume must report an error for these later flushes, too.
+        // The device fails half of its flushes. After the first failed flush, the volume must report an error for every
+        // later flush, although the device could complete some of them.
         let faults = Faults { seed, errors: vec![(Action::Flush, libc::EIO, 500)], ..Faults::default() };
         let volume = opened(&[SimDisk::new(DISK_BYTES)], &faults);
         let errors: Vec<_> = (0..10).map(|_| volume.flush(Wait::forever()).err()).collect();

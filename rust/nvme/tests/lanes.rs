@@ -100,7 +100,7 @@ fn reads_return_the_written_bytes_in_both_lanes() {
         let volume = sim::open(&disks, &faults, &options).unwrap_or_else(|error| panic!("{error}"));
         let mut model = [0_u8; PLACES];
         for _ in 0..20 {
-            // A round either writes or reads a place. It cannot do both, because all operations of the round are in
+            // A round either writes or reads a place. It cannot do both, because all operations of the round may be in
             // flight at once.
             let (mut writes, mut reads) = (Vec::new(), Vec::new());
             for (place, byte) in model.iter_mut().enumerate() {

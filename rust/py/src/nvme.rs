@@ -191,8 +191,8 @@ fn begun(py: Python<'_>, begun: Result<nvme::Ticket<TensorMemory>, NotBegun<Tens
 pub(crate) struct TensorMemory {
     address: NonNull<u8>,
     nbytes: usize,
-    /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, PyO3 releases the Python object
-    /// when a thread next takes the GIL through PyO3.
+    /// Keeps the memory valid. If an I/O thread drops this reference without the GIL, `pyo3` releases the Python
+    /// object when a thread next takes the GIL through `pyo3`.
     _keep: Py<PyAny>,
 }
 

@@ -40,8 +40,8 @@ fn asked(name: &str, default: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| default.into())
 }
 
-/// Measured seconds. `commit` has one entry per round. `update` and `pure` have one entry per record and round. So have
-/// `fio` and `fio_default`, unless fio does not run.
+/// Measured seconds. `commit` has one entry per round. `update` and `pure` have one entry per record and round. `fio`
+/// and `fio_default` have as many entries as `update`, or none.
 #[derive(Default)]
 struct Seconds {
     update: Vec<f64>,
@@ -96,7 +96,7 @@ impl Case {
     }
 
     /// Runs one step. For each record, measures the update, the plain I/O and fio directly after each other, because a
-    /// disk's speed drifts within seconds. The first two steps write each slot for the first time. These writes are
+    /// disk's speed drifts within seconds. The first two steps write to some slots for the first time. These writes are
     /// slower, so the times of the first two steps are dropped.
     fn round(&mut self, step: u64, with_fio: bool, huge: Option<&Huge>) -> Outcome<()> {
         // All records start from equal values and get equal gradients, so the values of the first record are the values

@@ -1,5 +1,6 @@
-//! Tests panics of jobs and of users' functions: every caller that waits gets an error, and the store keeps its last
-//! commit. Also tests that a job that waits for a read ends with the engine or with its step.
+//! Tests panics of jobs and of users' functions. After a panic, calls must return an error, except discards, and the
+//! store must keep its last commit. Also tests that closing the engine or discarding the step ends a job that waits for
+//! a reader of its slot.
 
 use std::time::Duration;
 

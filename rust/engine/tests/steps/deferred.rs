@@ -150,7 +150,7 @@ impl Twins {
     }
 
     /// Compares some values of the last commit of `late` with the values of `eager`, queues a job that settles a
-    /// record, or drops a fetch before it has ended. `rng` selects the action.
+    /// record, or drops a fetch without waiting for it. `rng` selects the action.
     fn look(&mut self, place: &str, rng: &mut Rng) {
         let (late, store) = (&self.late.engine, self.late.store());
         let before = late.counters().computed;
@@ -383,8 +383,8 @@ fn power_loss_with_deferred_updates_leaves_a_complete_step() {
             for left in [disk.after_power_loss(point), SimDisk::of(disk.bytes())] {
                 let found = Life::opened(left, &plan);
                 let contents = found.contents();
-                // The store has the last step whose commit returned. It may also have the next step, if the power
-                // failed after the write of this step's commit.
+                // The store is at the last step whose commit returned, or at the next step, if the run died after the
+                // write of this step's commit.
                 let mut at = (0..=STEPS).filter(|&number| wanted[size(number)] == contents);
                 assert!(at.any(|number| number == said || number == said + 1), "point {point}: {said}");
                 ok(found.store().verify(&mut |_, _| true));

@@ -1,4 +1,4 @@
-//! Tests functions that get whole records. While a function runs, the pipeline reads the next record and writes the
+//! Tests functions that get whole records. While a function runs, the pipeline can read the next record and write the
 //! previous record. The order of these operations must not depend on timing.
 
 use std::{
@@ -163,8 +163,8 @@ fn without_a_next_slot_only_chunked_jobs_run_during_a_function() {
     commit(&engine, 1);
 }
 
-/// Returns the contents of the store after three steps. The engine has two slots of memory for whole records, with the
-/// sizes `slots`. The functions sleep for 0, 1 or 2 times `patience` milliseconds.
+/// Returns the contents of the store after three steps. `slots` has the sizes of the engine's two slots of memory for
+/// whole records; a slot of size 0 does not exist. The functions sleep for 0, 1 or 2 times `patience` milliseconds.
 fn trained(chunks: usize, slots: (usize, usize), patience: u64) -> Contents {
     let engine = engine(chunks, slots);
     for step in 1..4 {

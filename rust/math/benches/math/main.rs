@@ -1,4 +1,4 @@
-//! Compares the speed of the kernels with the speed of loops that only move the same bytes.
+//! Measures the speed of the kernels. Most groups compare it with the speed of a loop that only moves the same bytes.
 //!
 //! `cargo bench -p memascend-math -- [MILLIONS] [WORD]` runs the benchmark. MILLIONS is the number of elements, in Mi
 //! (default 64). With WORD, a group runs only if the name of one of its cases contains WORD. Each round runs every case

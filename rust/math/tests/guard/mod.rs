@@ -32,7 +32,7 @@ impl Guarded {
         let offset = if at_end { (self.pages - 1) * PAGE - bytes } else { PAGE };
         // SAFETY: `offset` is inside the mapping, because callers take at most the bytes that `new` got.
         let start = unsafe { self.mapping.add(offset) }.cast::<T>();
-        // SAFETY: the range is inside the accessible pages, for the same reason. The kernel has filled these pages with
+        // SAFETY: the range is inside the accessible pages, for the same reason. The system has filled these pages with
         // zeros, which are valid numbers. The range is aligned, because a page holds a whole number of elements.
         unsafe { std::slice::from_raw_parts_mut(start, len) }
     }

@@ -96,8 +96,8 @@ fn measure(wishes: &Wishes, ways: &[Way<'_>]) -> Result<(), Box<dyn Error>> {
         "{:>7} {:>5} {:<7} {:<24} {:>6} {:>9} {:>8} {:>8} {:>9}   ours / {peer}",
         "KiB", "depth", "pattern", "way", "GB/s", "ratio", "mean ms", "p99 ms", "CPU ms/GB"
     )?;
-    // The size of the region is rounded up to whole huge pages. On small pages, the device would see each block as many
-    // segments.
+    // Rounds the size of the region up to whole huge pages if the system has huge pages. On small pages, the device
+    // would see each block as many segments.
     let whole = if let HugePages::Of(nbytes) = huge_pages() { nbytes } else { page_bytes() };
     for &block in &wishes.blocks {
         for &depth in &wishes.depths {

@@ -1,7 +1,7 @@
-//! Tests the second copies of the labels and of the description.
+//! Tests the second labels, and stores that lost one of their two roots.
 //!
-//! If the first copy is damaged, an opening must use the second copy and report the damage, and the next commit must
-//! repair the first copy. An opening must never use the second copies of a former store.
+//! If the first labels are damaged, an opening must use the second labels and report the damage, and the next commit
+//! must repair the first labels. An opening must never use the second labels of a former store.
 
 use std::{
     fs::{self, OpenOptions},

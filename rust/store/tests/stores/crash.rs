@@ -36,7 +36,7 @@ const fn durable(commits: u64, log: u32, end: End) -> Run {
     Run { durability: Durability::Step, commits, log, settles: false, end }
 }
 
-/// Returns a run with durability "none". The commits of the run become durable when the store is closed.
+/// Returns a run with durability "none".
 const fn in_memory(commits: u64, end: End) -> Run {
     Run { durability: Durability::None, commits, log: 0, settles: true, end }
 }
@@ -87,8 +87,8 @@ impl Known {
         if from > 0 && run.log > 0 {
             store.keep_log(&LOGGED, run.log)?;
         }
-        // After `Error::Broken`, the store must be opened again. After any other error, discards the step and makes it
-        // again.
+        // After `Error::Broken`, the store must be opened again. After any other error, discards the step. Tries at
+        // most three times.
         for _ in 0..3 {
             match self.steps(store, run, from + run.commits) {
                 Err(error) if matches!(error, Error::Broken(_)) => return Err(error),
@@ -243,7 +243,7 @@ fn previous_commit_opens_after_every_commit_with_a_log() {
     }
 }
 
-/// Carries out several runs on the same devices, with errors, retries, short transfers, reordering, kills and losses of
+/// Carries out several runs one after another, with errors, retries, short transfers, reordering, kills and losses of
 /// power.
 fn life(seed: u64) {
     let mut rng = Rng::new(seed);

@@ -22,8 +22,8 @@ fn how(existing: Existing, stripe_bytes: u64) -> Create {
 }
 
 /// Creates a store on devices that contain `before`. The simulated process dies after `point` operations. Returns the
-/// contents that the devices may then have: the contents that another process sees, and the contents after each of
-/// several simulated losses of power. Returns `None` if the creation finished within `point` operations.
+/// contents that the devices may then have: the contents that another process sees, and the contents after one or more
+/// simulated losses of power. Returns `None` if the creation finished within `point` operations.
 fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec<u8>>>> {
     let disks: Vec<SimDisk> = before.iter().map(|bytes| SimDisk::of(bytes.clone())).collect();
     let faults = Faults { dies_after: Some(point), ..Faults::default() };
@@ -31,8 +31,9 @@ fn died(before: &[Vec<u8>], stripe_bytes: u64, point: u64) -> Option<Vec<Vec<Vec
     if Store::create_on(there, stripe_bytes, model::description(), &Create::default()).is_ok() {
         return None;
     }
-    // Among the first eight operations are the writes that overwrite the roots of the former store one by one. So the
-    // test simulates more losses of power after each of these operations than after a later operation.
+    // Among the first eight operations are the writes that overwrite the roots of a former store one by one. So without
+    // `MEMASCEND_TEST_LONG`, the test simulates more losses of power after each of these operations than after a later
+    // operation.
     let few = if point < 8 { 4 } else { 1 };
     let lost =
         (0..model::many(8, few)).map(|seed| disks.iter().map(|disk| disk.after_power_loss(seed).bytes()).collect());
@@ -122,7 +123,7 @@ fn empty_file_becomes_a_store_only_by_refuse_or_replace() {
             assert!(refused.as_ref().is_err_and(named), "{count} of {bytes} bytes: {refused:?}");
         }
         assert!(Store::open(&paths, &Create::default()).is_err_and(|why| why.to_string().contains(NEVER_BEGAN)));
-        // Removes one of the two empty files. `Resume` must not create a store, and must not create the missing file.
+        // Removes one of the two blank files. `Resume` must not create a store, and must not create the missing file.
         if let [_, second] = &paths[..] {
             ok(fs::remove_file(second));
             let refused = Store::create(&paths, model::description(), &how(Existing::Resume, 8192)).map(drop);
@@ -139,8 +140,8 @@ fn empty_file_becomes_a_store_only_by_refuse_or_replace() {
             ok(Store::create(&paths, model::description(), &how(Existing::Resume, 8192))).1,
             "without files, the call must create a new store"
         );
-        // A store in a single file has a pending name until its first commit. A store in several files has its final
-        // names at once.
+        // If `Store::create` creates a single file, this file has a pending name until the first commit. Several files
+        // have their final names at once.
         assert!(paths.iter().all(|path| path.exists() == (count > 1)));
         for path in &paths {
             drop(fs::remove_file(path));
@@ -286,8 +287,8 @@ fn create_rejects_and_keeps_a_trained_store_with_the_pending_name() {
         let named = |why: &Error| why.to_string().contains(&format!("{}: a new store has this name", theirs.display()));
         assert!(refused.as_ref().is_err_and(named), "{refused:?}");
     }
-    // Two kinds of files with the pending name must not be removed: a file with other data, and a store that
-    // `Existing::Previous` opened at its previous commit, which left a mark in a root page.
+    // Two kinds of files with the pending name must not be removed: a file with other data, and a store in which an
+    // opening with `Existing::Previous` left a mark in a root page.
     let mut previous = Create::default();
     previous.existing = Existing::Previous;
     let store = ok(Store::open(&[&theirs], &how(Existing::Resume, 8192)));

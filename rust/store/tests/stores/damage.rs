@@ -80,8 +80,7 @@ fn flipped_bit_in_the_catalog_is_rejected_or_read_from_a_copy() {
         let number = size(number);
         let from = sectors[number];
         let copy = copies.iter().find(|(at, _)| (*at..at + 4096).contains(&from)).map(|(_, name)| name);
-        // Flips a bit in a few bytes of a blank sector, and in every `stride`th byte of any other sector. The first of
-        // these bytes differs from sector to sector.
+        // Flips one bit at a time. Tests fewer bytes of a blank sector than of any other sector.
         let blank = bytes[from..from + 512].iter().all(|&byte| byte == 0);
         let (first, step) = if blank { (from, many(16, 128)) } else { (from + number % stride, stride) };
         for at in (first..from + 512).step_by(step) {
@@ -307,7 +306,7 @@ fn copies_of_lines(count: usize, stripe: u64) -> Vec<Vec<SimDisk>> {
 #[test]
 fn devices_that_hold_copies_of_different_commits_are_refused() {
     // If one device is one commit ahead of the others, it still has all extents of the previous commit. So the store
-    // opens.
+    // may open.
     let before = |number: usize| if number == 9 { 5 } else { number.wrapping_sub(1) };
     let mut refused = 0;
     for (count, stripe) in [(2, 64 << 10), (3, 64 << 10), (2, 8192)] {

@@ -1,4 +1,4 @@
-//! Models a run, for all tests of stores. [`after`] returns every byte of a store after each commit.
+//! Models a run, for all tests of stores. [`after`] returns the contents of all records after a commit.
 //!
 //! The number of a commit determines what the commit changes. [`commit`] makes the commit on a store, with a gradient
 //! log or without a gradient log. [`check`] compares a store with [`after`].
@@ -348,8 +348,8 @@ pub(crate) fn replayed(store: &Store) -> Result<State, Error> {
     Ok(state)
 }
 
-/// Replays the log. Applies the logged gradients to the records, stages these records completely, and commits. The
-/// commit ends the log.
+/// If a replay is pending, applies the logged gradients to the records, stages these records completely, and commits.
+/// The commit ends the log.
 pub(crate) fn settle(store: &Store) -> Result<(), Error> {
     let Some(replay) = store.pending_replay() else { return Ok(()) };
     let state = replayed(store)?;

@@ -76,8 +76,8 @@ fn damaged_root_is_rejected_and_previous_opens_the_other_commit() {
         assert!(disk.bytes() == before, "a rejected call changed the device");
 
         assert_eq!(opened(slice::from_ref(&disk), &previous()), Ok(whole));
-        // The opening above made this commit the newest commit. An opening without `Existing::Previous` must find it,
-        // and training must be able to continue from it.
+        // After the opening above, this commit is the newest commit. An opening without `Existing::Previous` must find
+        // it, and training must be able to continue from it.
         let disks = [disk.after_power_loss(1)];
         assert_eq!(opened(&disks, &newest()), Ok(whole));
         let only = opened(&disks, &previous());

@@ -350,7 +350,7 @@ fn reads_from_the_ram_tier_never_see_discarded_or_uncommitted_steps() {
     hold(&store, &[0, 3, 4]);
     ok(commit(&store, 1));
     ok(commit(&store, 2));
-    // Stages wrong bytes for step 3 and discards them, twice. Afterwards, RAM must not have the discarded bytes.
+    // Stages wrong bytes for step 3 and discards them, twice. Afterwards, reads must not return these bytes.
     ok(model::abandon(&store, 3));
     assert_eq!(check(&store, "discarded"), 2);
     ok(model::abandon(&store, 3));

@@ -1,5 +1,5 @@
-//! Tests that a failed opening or replay leaves the file unchanged, its bytes, its length and its mode, and closes its
-//! descriptors.
+//! Tests that a failed opening or replay leaves the bytes, the length and the mode of a file unchanged, and that calls
+//! close their descriptors.
 
 use std::{
     fs,
