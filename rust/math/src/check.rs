@@ -235,8 +235,8 @@ fn origin(power: i32) -> f64 {
     power_of_two(power + FRACTION)
 }
 
-/// Returns how much the lanes have gained since they started at `from`, as (count, power): the gain is `count *
-/// 2^power`. The last bit of `from` must weigh `2^power`.
+/// Returns how much the lanes have gained since they started at `from`, as (count, power). The count is the gain in
+/// units of the last bit of `from`. This unit must be `2^power`, times the scale of the squares that the lanes added.
 #[inline(always)]
 fn lane_gain(lanes: &[f64; LANES], from: f64, power: i32) -> (i64, i32) {
     let mut sums = [0_i64; 8];

@@ -1,6 +1,6 @@
 //! Splits fp32 master weights into a bfloat16 parameter and 16 remaining bits, and joins them.
 //!
-//! [Note: split masters] The *value* of a master with the bits `x` is its upper half, rounded to nearest even: the
+//! [Note: split masters] The *value* of a master with the bits `x` is its upper half, rounded to nearest even. The
 //! forward computes with the value. The *rest* is the lower half, `x & 0xFFFF`. To join value and rest, `join_master`
 //! must also know whether the rounding went up. The rest shows this, except for a tie (0x8000). So the sign bit of the
 //! second moment, which is never negative, stores for every element whether the rounding went up (1) or not (0). The

@@ -1,5 +1,5 @@
-//! Lists the numbers that the codes of 8-bit moments stand for, as shares of the absolute maximum of a block. A list of
-//! all codes is a dynamic map.
+//! Lists the numbers that the codes of 8-bit moments stand for, as shares of the absolute maximum of a block. The list
+//! of the numbers of all codes is a dynamic map.
 //!
 //! A map has 0, 1 and seven decades below 1. Each decade has twice as many numbers as the decade below it, at equal
 //! distances. The signed map also has the negatives of the decades. The numbers have the bits of `bitsandbytes`. These

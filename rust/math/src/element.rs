@@ -224,8 +224,8 @@ mod tests {
     }
 
     fn samples() -> impl Iterator<Item = f32> {
-        // The stride is odd, so the lower 16 bits take every value in `spread`. `ties` has each half-way point of both
-        // formats and the two neighbours of the point.
+        // The stride is odd, so the lower 16 bits take every value in `spread`. `ties` has the half-way points of
+        // bfloat16 and of normal fp16 numbers, and the two neighbours of each point.
         let spread = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
         let ties = (0..=u16::MAX).flat_map(|bits| {
             let half = f32::from_bits((u32::from(bits) << 16) | 0x8000);

@@ -15,7 +15,8 @@ pub const THREAD_ELEMENTS_MIN: usize = 1 << 18;
 /// The number of parts for each thread. If the system suspends a thread, the other threads take its remaining parts.
 const PARTS_PER_THREAD: usize = 4;
 
-/// The number of threads and the instruction set of a call. The result of a call does not depend on them.
+/// The number of threads and the instruction set of a call. The result of a call does not depend on them, except
+/// for the bits of a NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct Exec {
     threads: NonZeroUsize,
@@ -40,8 +41,9 @@ impl Exec {
         Self { threads, ..self }
     }
 
-    /// Splits `work` at multiples of `grain` elements and runs `job` on every part. The calling thread works too. If
-    /// the system starts no more threads, the running threads do all parts.
+    /// Runs `job` on `work`. With several threads, splits `work` at multiples of `grain` elements and runs `job` on
+    /// every part. The calling thread works too. If the system starts no more threads, the running threads do all
+    /// parts.
     pub(crate) fn run<W: Work>(self, work: W, grain: usize, job: impl Fn(Simd, W) + Sync) {
         let threads = self.threads.get().min(work.len() / THREAD_ELEMENTS_MIN).max(1);
         if threads == 1 {

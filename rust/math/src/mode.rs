@@ -54,8 +54,7 @@ fn read() -> Register {
 
 #[cfg(target_arch = "x86_64")]
 fn write(value: Register) {
-    // SAFETY: `ldmxcsr` reads 4 bytes from `value`, which is a valid mode: the default, or a former value of the
-    // register.
+    // SAFETY: `ldmxcsr` reads 4 bytes from `value`, and every caller passes a mode without reserved bits.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const value, options(nostack, preserves_flags)) };
 }
 

@@ -43,8 +43,8 @@ impl Squares {
         self.rest += other.rest;
     }
 
-    /// Returns the number of units of 2^-298 in little-endian bytes; `None` if the sum is infinite, NaN or a sum of
-    /// float64 squares.
+    /// Returns the number of units of 2^-298 in little-endian bytes; `None` if the sum is infinite or NaN, or includes
+    /// a sum of float64 squares other than 0.
     #[must_use]
     pub fn units(&self) -> Option<[u8; WORDS * 4]> {
         let mut bytes = [0; WORDS * 4];
@@ -64,7 +64,7 @@ impl Squares {
         let upper = self.words[first..=top].iter().rev().fold(0, |upper, &word| upper << 32 | u128::from(word));
         let significand = upper | u128::from(self.words[..first].iter().any(|&word| word != 0));
         let exponent = 32 * i32::try_from(first).unwrap_or(0) + UNIT;
-        // Only the conversion to float64 rounds. The product is exact, because no sum is below 2^-298 or above 2^342.
+        // The conversion to float64 rounds. The product is exact, because `words` stand for 2^-298 to 2^342 here.
         #[expect(clippy::cast_precision_loss, reason = "rounding to float64 is the purpose")]
         {
             significand as f64 * power_of_two(exponent) + self.rest

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     /// Checks that each result is near the number, and that the mean over all drawn bits is the number. `exact` is the
-    /// largest relative error of the mean.
+    /// largest permitted error of the mean, relative to the number or, if the number is smaller, to 6e-5.
     fn expected_is_the_number<T: Stochastic>(values: impl Iterator<Item = f32>, exact: f64) {
         for value in values {
             let mut sum = 0.0;

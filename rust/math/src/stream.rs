@@ -1,8 +1,8 @@
 //! Writes large outputs past the caches.
 //!
 //! Before a normal write to a line that is not cached, the processor reads the line, which costs memory bandwidth. So
-//! on x86-64, `store` computes blocks in a buffer on the stack, and copies the blocks to the output with non-temporal
-//! writes.
+//! on x86-64 and if `streaming` is true, `store` computes blocks in a buffer on the stack, and copies the blocks to the
+//! output with non-temporal writes.
 
 use crate::Element;
 

@@ -1,7 +1,8 @@
-//! Tests `check`, `adam`, `adam_compact` and `widen` on every instruction set of this processor.
+//! Tests `check`, `check_and_unscale`, `adam`, `adam_compact` and `widen` on every instruction set of this processor.
 //!
-//! All slices lie next to inaccessible pages, because a kernel must access no byte outside its slices. The elements
-//! must have the same bits as in a computation of one element at a time. `adam_compact` is compared with `adam`.
+//! The tested slices lie next to inaccessible pages, because a kernel must access no byte outside its slices. The
+//! elements must have the same bits as in a computation of one element at a time. `adam_compact` is compared with
+//! `adam`.
 
 use std::num::NonZeroUsize;
 

@@ -238,8 +238,8 @@ fn close_and_discard_end_a_job_that_waits_for_a_reader_of_its_slot() {
         let disk = SimDisk::new(1 << 20);
         let engine = filled(&disk);
         let store = Arc::clone(engine.store());
-        // `parts` holds the live slot of the record until all parts are read. The test reads no part, so the second
-        // fill below has to wait for this slot.
+        // `parts` holds the live slot of the record until `parts` is dropped or all parts are read. So the second fill
+        // below has to wait for this slot.
         let parts = ok(store.parts(0, 1 << 20));
         let fill = || First { values: Box::new(bytes(3.0)), state: vec![], wide: WideState::default(), step: 1 };
         ok(engine.fill(0, fill(), Wait::forever()));

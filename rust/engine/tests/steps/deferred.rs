@@ -48,7 +48,7 @@ struct Twins {
     eager: Life,
     late: Life,
     /// `wanted` is the contents of `eager` after the last commit. `behind` has the records whose updates this commit
-    /// deferred in `late`; `catch_up` empties it.
+    /// deferred in `late`; `catch_up` and `begin_anew` empty it.
     wanted: Contents,
     behind: BTreeSet<usize>,
     /// How often each event of [`SEEN`] happened.

@@ -142,8 +142,9 @@ fn failed_read_or_write_leaves_a_complete_spilled_sum_or_none() {
     assert!(failures > seeds / 3, "{failures}");
 }
 
-/// The first call after a device error, or the `finish` after this call, must return this error, and not "no gradient",
-/// although the gradient is lost. Only later calls may say that the step has failed.
+/// A write error of the device makes a spill fail. The first call after this spill, or the `finish` after this call,
+/// must return the device error, and not "no gradient", although the gradient is lost. Only later calls may say that
+/// the step has failed.
 #[test]
 fn first_call_after_a_failed_spill_returns_the_device_error() {
     type Ask = fn(&Engine) -> memascend_engine::Result<()>;

@@ -20,8 +20,8 @@ const EDGE_BYTES: usize = 1 << 20;
 /// The number of files that this process has named. The number in a file's name makes the name unique.
 static MADE: AtomicUsize = AtomicUsize::new(0);
 
-/// The files or raw devices to measure; they hold no data of other programs. Dropping this value removes the files, or
-/// overwrites the first [`EDGE_BYTES`] of each device with zeros.
+/// The files or raw devices to measure. Dropping this value removes the files, or overwrites the first [`EDGE_BYTES`]
+/// of each device with zeros.
 pub(crate) struct Target {
     pub(crate) paths: Vec<PathBuf>,
     devices: bool,

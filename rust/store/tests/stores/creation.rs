@@ -161,8 +161,8 @@ fn create_rejects_a_store_with_one_blank_device() {
             model::description(),
             &model::how(),
         ));
-        // A new store marks both root pages. After the first commit, one root page still has its mark. After the second
-        // commit, no page has a mark.
+        // `Store::create_on` has written a mark to each root page. The first commit overwrites one mark, and the second
+        // commit overwrites the other mark.
         for step in 0..2 {
             ok(commit(&store, step));
             let whole: Vec<Vec<u8>> = disks.iter().map(SimDisk::bytes).collect();

@@ -108,7 +108,7 @@ fn one_byte_values_and_wide_state_read_back_as_written() {
     let of = |(name, dtype): (&str, Dtype)| model::record(name, 0, dtype, &[120_000], &[]);
     let narrow = [("bool", Dtype::Bool), ("int8", Dtype::I8), ("fp8", Dtype::F8E5m2fnuz), ("complex", Dtype::C64)];
     let records: Vec<Record> = std::iter::once(wide).chain(narrow.map(of)).collect();
-    // A chunk of 51,200 one-byte values would end inside a page. The store must reject this chunk size with an error.
+    // A chunk of 51,200 one-byte values would end inside a page. `Description::sizes` must reject this chunk size.
     let refused = described(51_200, records.clone()).sizes(1, None).map(drop).map_err(|error| error.to_string());
     assert!(refused.as_ref().is_err_and(|why| why.contains("ends inside a page")), "{refused:?}");
     round_trip(&described(49_152, records));

@@ -149,7 +149,8 @@ fn keep_log_grows_the_files_and_moves_their_second_labels() {
     assert!(ok(store.damaged()).is_empty(), "{:?}", store.damaged());
     (1..=20).for_each(|number| ok(commit(&store, number)));
     drop(store);
-    // Cuts the end of each file off, within the log. Opening the store must fail with an error that names the log.
+    // Cuts the end of each file off, so that the log no longer fits. Opening the store must fail with an error that
+    // names the log.
     let whole = length();
     cut_to(whole - 8192);
     let refused = Store::open(&paths, &model::how()).map(drop).map_err(|error| error.to_string());

@@ -60,9 +60,8 @@ pub(crate) fn record(name: &str, unit: u32, dtype: Dtype, shape: &[u64], state: 
     Record { name, kind: Kind::Parameter, unit, dtype, shape, order, spill, format, state }
 }
 
-/// Describes a store with one record of every kind: a record with several chunks, one with a single element, one
-/// without state, one whose state has other shapes than the values, one without elements, a buffer, and a compact
-/// record.
+/// Describes a store with records of every kind: records with several chunks, one with a single element, one without
+/// state, one whose state has other shapes than the values, one without elements, a buffer, and a compact record.
 pub(crate) fn description() -> Description {
     let adam = ["master", "exp_avg", "exp_avg_sq"];
     let mut odd = record("odd", 1, Dtype::Bf16, &[30, 70], &["exp_avg"]);

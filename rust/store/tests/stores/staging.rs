@@ -94,7 +94,7 @@ fn begin_rejects_a_record_whose_update_is_announced() {
     assert_eq!(check(&store, "discarded and staged"), 1);
 }
 
-/// `COUNT` records fill three pages of the table. `ON_PAGES` has the index of one record on each of these pages.
+/// The table keeps `COUNT` records on three pages. `ON_PAGES` has the index of one record on each of these pages.
 const COUNT: usize = 400;
 const ON_PAGES: [usize; 3] = [0, 200, 399];
 
