@@ -17,13 +17,13 @@ from support.rank_models import position
 from support.ranks import on_ranks, ranks
 from torch import distributed
 
-from memascend.distributed import control_plane, groups, rendezvous
+from memascend.distributed import collectives, control_plane, groups, rendezvous
 from memascend.distributed.agreement import Agreement
 from memascend.distributed.collectives import Collectives
 from memascend.distributed.control_plane import Exchange
 from memascend.distributed.reshard import Passed, Transfer
 from memascend.distributed.rows import Layout
-from memascend.errors import ConfigError, RankError
+from memascend.errors import ConfigError, RankError, UsageError
 
 TIMEOUT = 8.0
 
@@ -206,7 +206,9 @@ def test_make_group_times_out_if_the_store_hangs(rank_0_of_5):
     """Torch's store is in the process of rank 0. If this process hangs, the store does not answer."""
     over = threading.Event()
     store = Mock(**dict.fromkeys(("check", "get", "set", "add", "wait"), hang(over)))
-    with pytest.raises(RankError, match=r"a rank is gone.* does not answer: no answer within 0\.6 s"):
+    with pytest.raises(
+        RankError, match=r"a rank, or the process of torch's store, is gone.* does not answer: no answer within 0\.6 s"
+    ):
         rank_0_of_5(store).make_group(0.1)
     over.set()
 
@@ -278,6 +280,28 @@ def test_rank_lost_in_a_collective_is_named_on_all_ranks(folder, kind):
     exchange.close()
     Path(folder, f"left-{rank}").touch()
     _await(folder, *(f"left-{other}" for other in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "message"),
+    [
+        (["a", "b"], ["a", "c"], "where rank 0 has b, rank 1 has c"),
+        (["a", "b"], ["a"], "where rank 0 has b, rank 1 has nothing more"),
+        (["a", "b", "c"], ["a", "b", "d"], "their gathers and reductions differ after the first 2"),
+    ],
+)
+def test_error_names_the_first_gathers_that_differ(monkeypatch, own, other, message):
+    monkeypatch.setattr(collectives, "_NAMES_MAX", 2)
+    both, gathered = [], []
+    exchange = SimpleNamespace(rank=0, size=2, all_gather=lambda *_: gathered)
+    for names in (own, other):
+        each = Collectives(exchange, Layout(0, 1, 2), torch.device("cuda"))
+        for name in names:
+            each.note(name)
+        both.append((each, each.take_checksum()))
+        gathered.append(each._last)
+    with pytest.raises(UsageError, match=message):
+        both[0][0].require_same([checksum for _, checksum in both])
 
 
 # --- fresh keys in a store that an earlier attempt has used, and addresses of hosts --------------------

@@ -41,11 +41,11 @@ def test_common_of_rejects_stores_of_several_runs(last, count):
         common_of([*[store(2, 3, 2)] * count, store(4, *last)])
 
 
-def chosen(shards, each):
+def chosen(shards, each, existing="resume"):
     """Returns the result of `choose` on rank 0, if rank N finds the store `each[N]`."""
     answer = {"a new run": ["9" * 32], "the stores": [{**one, "others": [], "pending": False} for one in each]}
     exchange = SimpleNamespace(rank=0, all_gather=lambda about, _: answer[about])
-    return choose(None, exchange, "resume", Layout(0, len(each) // shards, shards))
+    return choose(None, exchange, existing, Layout(0, len(each) // shards, shards))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,12 @@ def test_choose_refills_unverified_stores_and_stores_one_step_behind(shards, eac
 def test_replicas_that_missed_more_than_one_step_are_refused_with_a_remedy():
     with pytest.raises(ConfigError, match=r"no commit is on all ranks.*move away"):
         chosen(2, [*[store(2, 5, 4)] * 2, *[store(2, 3, 2)] * 2])
+
+
+def test_previous_commit_needs_two_commits_that_all_ranks_have():
+    assert chosen(2, [store(2, 3, 2)] * 2, "previous").number == 2
+    with pytest.raises(ConfigError, match=r"commit 1 is the only commit that all ranks have.*existing='resume'"):
+        chosen(2, [store(2, 1)] * 2, "previous")
 
 
 def test_rows_take_the_scale_of_a_last_block_that_is_not_full():
@@ -486,7 +492,7 @@ def test_find_earlier_rejects_lost_missing_or_swapped_rank_stores(tmp_path):
     content = paths[1].read_bytes()
     rootless = content[:4096] + bytes(2 * 4096) + content[3 * 4096 :]
     for spoil, words in (
-        (lambda: paths[1].write_bytes(bytes(len(content))), "the store of rank 1 of 2 holds no commit"),
+        (lambda: paths[1].write_bytes(bytes(len(content))), "the store of rank 1 of 2 holds no commit of the run"),
         (lambda: paths[1].write_bytes(rootless), "rank-1-of-2.*there is no commit to open"),
         (paths[1].unlink, "the store of rank 1 of 2 cannot be reached"),
     ):

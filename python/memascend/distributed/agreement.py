@@ -34,7 +34,7 @@ class Agreement:
     """Makes the commits of one run; all ranks make each commit together.
 
     No rank stages a step before all ranks have written the root of the previous step. So ranks are never more than one
-    commit apart, and the two slots of each store hold the newest commit that all ranks have.
+    commit apart, and each store still has the newest commit that all ranks have.
     """
 
     exchange: Exchange
@@ -77,7 +77,7 @@ class Agreement:
             raise
 
     def commit(self, make: Callable[[CommitOfRank, Callable[[], object]], int]) -> int:
-        """Makes a commit on all ranks, or on no rank. After `alone()`, makes the commit on this rank only.
+        """Makes a commit together with all other ranks. After `alone()`, makes the commit on this rank only.
 
         Raises:
             RankError: another rank failed or is gone, ranks are at different commits, or ranks with the same rows
@@ -127,8 +127,8 @@ class Agreement:
     def summand_of(self, digest: int) -> int:
         """Returns this rank's summand. The sum over all ranks is 0 if ranks with the same rows have equal digests.
 
-        The summands of the first replica are positive, and the summands of all other replicas are negative. The hash
-        includes the shard, so that differences of several shards do not cancel each other.
+        A rank of the first replica multiplies its hash by the number of other replicas. A rank of any other replica
+        negates its hash. The hash includes the shard, so that differences of several shards do not cancel each other.
         """
         layout = self.layout
         data = hashlib.blake2b(json.dumps([digest, layout.shard]).encode(), digest_size=DIGEST_BYTES).digest()

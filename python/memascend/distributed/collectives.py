@@ -1,4 +1,4 @@
-"""Runs collectives among the ranks; if a collective fails, raises an error that names the rank that failed."""
+"""Runs collectives among the ranks; if one fails, raises an error that names the rank at fault, if it is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # The maximum number of names of gathers and reductions that a rank keeps for the error of `require_same`.
 _NAMES_MAX = 4096
-# A collective may take this share of the timeout. In the rest of the timeout, ranks exchange their errors.
+# On the CPU, a collective may take this share of the timeout. In the rest of the timeout, ranks exchange their errors.
 _PART = 0.9
 _SECONDS_MIN = 0.5
 
@@ -104,13 +104,15 @@ class Collectives:
         lengths = range(min(len(names[0]), len(names[other])))
         at = next((index for index in lengths if names[0][index] != names[other][index]), len(lengths))
         of = [one[at] if at < len(one) else "nothing more" for one in (names[0], names[other])]
+        apart = f"where rank 0 has {of[0]}, rank {other} has {of[1]}"
+        if of[0] == of[1]:
+            apart = f"their gathers and reductions differ after the first {_NAMES_MAX:,}"
         raise UsageError(
-            f"the ranks reached different parts of the model: where rank 0 has {of[0]}, rank {other} has {of[1]}. If "
-            "the shapes are equal, FSDP2 mixes the two up without an error, so the losses and gradients of this step "
-            "are wrong. In-memory training has the same problem. Call zero_grad(), and let every rank compute every "
-            "module (if no token reaches an expert, call the expert with an empty input). Or shard experts together "
-            "with the modules around them, and call model.set_reduce_scatter_unused_params(True) if your version of "
-            "torch has it"
+            f"the ranks reached different parts of the model: {apart}. If the shapes are equal, FSDP2 mixes the two up "
+            "without an error, so the losses and gradients of this step are wrong. In-memory training has the same "
+            "problem. Call zero_grad(), and let every rank compute every module (if no token reaches an expert, call "
+            "the expert with an empty input). Or shard experts together with the modules around them, and call "
+            "model.set_reduce_scatter_unused_params(True) if your version of torch has it"
         )
 
     def meet(self, what: str, given: Any, do: Callable[[Any], _Done], *, peers: bool = False) -> _Done:
@@ -142,9 +144,10 @@ class Collectives:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Wraps this rank's work before or after a collective.
+        """Wraps this rank's work in a forward or a backward.
 
-        If the work fails, this rank leaves the groups, reports the error to the other ranks, and ends the exchange.
+        If the work fails, this rank leaves the groups, reports the error to the other ranks, and ends the exchange. If
+        the exchange has ended already, for example in a collective of the work, only raises the error.
         """
         try:
             yield

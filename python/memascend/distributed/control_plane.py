@@ -55,7 +55,7 @@ _Kind = Literal["value", "failed", "lost"]
 
 
 class Message(NamedTuple):
-    """One rank's message to all other ranks. In one exchange, the messages of all ranks have the same number."""
+    """One rank's message to all other ranks. In one exchange, the messages of all ranks must have the same number."""
 
     number: int
     kind: _Kind
@@ -113,7 +113,7 @@ def _has_arrived(room: torch.Tensor) -> bool:
     """True if `room` has a whole message: no message ends with a zero byte, and a connection delivers bytes in order.
 
     gloo may raise an error although the message has arrived: the sender has closed the connection before the wait
-    returned. A sender closes its connections if it received all messages and then raises an error.
+    returned. A sender may close its connections once it has received all messages.
     """
     return bool(room[-1])
 
@@ -135,10 +135,10 @@ class Failure(NamedTuple):
 class Exchange:
     """Exchanges small JSON values between all ranks, over a separate gloo group.
 
-    In most steps all ranks send equal values. So each rank sends one `Word` of fixed size up a binomial tree, and
-    receives the combined word of all ranks. If values differ, or a rank failed or is missing, each rank sends its whole
-    `Message` to every other rank. Each rank then knows which rank died or hangs. After the loss of a rank the exchange
-    ends, because some ranks may have received messages that other ranks have not received.
+    In most steps all ranks send equal values. So ranks send one `Word` of fixed size each up a binomial tree, and the
+    root sends the combined word of all ranks down the tree. If values differ, or a rank failed or is missing, each rank
+    sends its whole `Message` to every other rank. Each rank then knows which rank died or hangs. After the loss of a
+    rank the exchange ends, because some ranks may have received messages that other ranks have not received.
 
     The alternatives are worse. gloo's all_reduce is a ring, which takes 2 (W - 1) hops for W ranks. gloo's
     monitored_barrier names the missing rank only on rank 0. With torch's store, a rank waits for a dead rank until the
@@ -180,8 +180,8 @@ class Exchange:
         failed.
 
         Raises:
-            RankError: a rank failed; later calls still work. Or a rank did not answer in time, is gone, or made a
-                different call; the exchange has ended.
+            RankError: a rank failed; later calls still work. Or the exchange has ended, for example because a rank did
+                not answer in time, is gone, or made a different call.
         """
         received = self._messages("value", about, value)
         if any(one.kind == "failed" for one in received):
@@ -213,8 +213,9 @@ class Exchange:
         """Calls `do`; returns its result once `do` has returned on all ranks. A collective call.
 
         Raises:
-            MemascendError: `do` raised on another rank; `other` makes the error, which names that rank.
-            RankError: a rank is gone, or made a different call; the exchange has ended.
+            MemascendError: `do` raised on another rank; `other` makes the error, which names that rank. An error of
+                `do` on this rank is raised as it is.
+            RankError: the exchange has ended, for example because a rank is gone or made a different call.
         """
         known = self.failure
         try:
@@ -245,7 +246,7 @@ class Exchange:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Sends an error of this rank to the other ranks; raises no error.
+        """Sends an error of this rank to the other ranks, unless the exchange has ended; raises no error.
 
         Another rank receives the error in any call in which that rank waits for messages.
         """
@@ -422,7 +423,7 @@ class Exchange:
             self._sending[1].append(distributed.isend(_padded(json.dumps(word)), rank, group=group, tag=_TAG_WORD))
 
     def _listen(self, over: threading.Event, rung: threading.Event) -> None:
-        """Sets `rung` soon after a rank has set the alarm. Otherwise this rank might wait for a rank that hangs."""
+        """Sets `rung` soon after a rank has set the alarm, so that this rank stops waiting for a word."""
         with contextlib.suppress(RuntimeError):
             while not over.wait(self._detail_seconds / _LOOKS):
                 if self.meeting.has_alarm():
@@ -481,8 +482,8 @@ class Exchange:
     ) -> None:
         """Receives from the ranks in `into` and sends to the ranks in `out`; records each failure in `lost`, by rank.
 
-        A rank does not count as lost if its message arrived before the rank closed the connection. If the rank has not
-        received all messages, its next message will be missing, and the rank will count as lost then.
+        A rank in `into` does not count as lost if its message arrived before the rank closed the connection. If the
+        rank has not received all messages, its next message will be missing, and the rank will count as lost then.
         """
         begun = [(rank, _begun(distributed.irecv, room, rank, group)) for rank, room in into.items()]
         begun += [(rank, _begun(distributed.isend, message, rank, group)) for rank, message in out.items()]

@@ -74,7 +74,7 @@ class FsdpParameter:
 
     @property
     def is_kept(self) -> bool:
-        """True if other code holds the tensor object of this rank's rows.
+        """True if other code holds the tensor object of this rank's rows; always False for a parameter on meta.
 
         `to_local()` returns this object if autograd records no graph.
         """
@@ -211,9 +211,9 @@ class FsdpGroup:
         hooked = next((one.name for one in self.parameters if one.leaf._post_accumulate_grad_hooks), None)  # noqa: SLF001
         if hooked is not None:
             raise ConfigError(
-                f"{hooked} has a hook of register_post_accumulate_grad_hook(), which reduction='ordered' would call "
-                "with the gradient of one rank instead of the sum: register the hook after offload(), and pass "
-                "gradients='ssd' or 'ram' to offload(), or pass reduction='native'"
+                f"{hooked} has a hook of register_post_accumulate_grad_hook(), which torch would call with the "
+                "gradient of one rank instead of the sum, because of reduction='ordered': register the hook after "
+                "offload(), and pass gradients='ssd' or 'ram' to offload(), or pass reduction='native'"
             )
 
     def require_own_collectives(self, refusal: type[MemascendError], *, ordered: bool) -> None:
@@ -297,8 +297,8 @@ def groups_of(model: torch.nn.Module) -> list[FsdpGroup]:
             leaf: Any = one.sharded_param
             if id(leaf) not in names or not isinstance(leaf, DTensor):
                 raise ConfigError(
-                    f"a parameter of {name or 'the model'} was replaced after fully_shard(): replace the "
-                    "parameter before you call fully_shard()"
+                    f"a parameter of {name or 'the model'} was replaced or removed after fully_shard(): replace "
+                    "or remove the parameter before you call fully_shard()"
                 )
             if tuple(leaf.placements) not in _PLACEMENTS or len(groups) > 1:
                 raise ConfigError(
@@ -423,7 +423,10 @@ class RowSource:
         return NOBODY in self.residency.units.all[-1].holders
 
     def rows(self) -> torch.Tensor:
-        """Returns the real rows within `materialized()`. Otherwise returns a copy, which is in an unlinked file."""
+        """Returns the real rows within `materialized()`. Otherwise returns a copy, which is in an unlinked file.
+
+        On a rank without rows, always returns an empty tensor.
+        """
         self._given = None
         self.residency.units.require_open()
         if self._place is None:

@@ -60,12 +60,12 @@ class Meeting:
         """Makes a group of all ranks, or a group for each list of ranks in `parts`; a collective call.
 
         Returns the group that this rank belongs to. gloo does not report which rank is missing. So each rank writes a
-        key to torch's store before and after it makes the group, and looks for the keys of all other ranks. A rank
+        key to torch's store before and after it makes the group, and waits until all ranks have written theirs. A rank
         waits at most `timeout` seconds until all ranks begin, and then about as long until all ranks have the group.
 
         Raises:
-            RankError: a rank has no group. The error names the ranks that are missing or could not connect, if these
-                are known.
+            RankError: a rank has no group, or torch's store does not answer. The error names the ranks that are missing
+                or could not connect, if these are known.
         """
         number, self._groups = self._groups, self._groups + 1
         after = min(timeout * _PART_AFTER, _SECONDS_AFTER_MAX)
@@ -99,10 +99,11 @@ class Meeting:
         )
 
     def _all_at(self, moment: str, why: str, seconds: float) -> tuple[dict[int, str], tuple[int, ...]]:
-        """Waits until all ranks have reached `moment`, which is a point before or after the ranks make a group.
+        """Waits at most `seconds` until all ranks have reached `moment`, a point before or after they make a group.
 
-        Returns the ranks that have no group, each with its reason. Also returns the ranks at fault if some ranks came
-        too late. `why` is the reason why this rank has no group, or "" if nothing went wrong on this rank.
+        Returns the ranks that could not make a group, each with its reason. Also returns the ranks at fault if some
+        ranks did not come in time. `why` is the reason why this rank could not make a group, or "" if nothing went
+        wrong on this rank.
         """
         prefix, until = f"{self._prefix}/{moment}", time.monotonic() + seconds
 
@@ -137,7 +138,7 @@ class Meeting:
     def left_by(self, blamed: Iterable[int]) -> None:
         """Stores a note that this rank stopped because of the ranks `blamed`.
 
-        Errors on other ranks then name the ranks `blamed`.
+        `at_fault` on other ranks reads this note.
         """
         note = json.dumps(sorted(blamed))
         # Ignore errors: if the store is gone, no rank can read the note.
@@ -147,7 +148,7 @@ class Meeting:
     def at_fault(self, missing: Iterable[int]) -> tuple[int, ...]:
         """Returns the ranks at fault.
 
-        Suspects are the ranks in `missing` and the ranks that notes of other ranks blame. Of the suspects, the ranks
+        Suspects are the ranks in `missing` and the ranks that the notes of suspects blame, without this rank. Suspects
         that have left no note are at fault. If all suspects have left notes, all ranks in `missing` are at fault.
         """
         gone = {*missing}

@@ -1,10 +1,11 @@
-"""Opens the stores of all ranks at the newest commit that all of them have.
+"""Opens the stores of all ranks at one commit.
 
 [Note: One common commit] A store's two roots name the newest commits of the store. Ranks are never more than one commit
 apart (see `Agreement`), so at least one commit is in the roots of all undamaged stores. All ranks exchange the contents
-of their roots (`seen_at`). To resume, each rank then opens its store at the newest commit that all ranks have: with
-existing="resume", or with existing="previous" if this rank's newest commit is missing on another rank. If a rank has
-lost its store, and another rank with the same rows has a store, `Refill` fills a new store from that store.
+of their roots (`seen_at`). To resume, each rank then opens its store at the newest commit that all ranks have
+(`_drop_lagging_replicas` has an exception): with existing="resume", or with existing="previous" if this rank's newest
+commit is missing on another rank. If a rank has lost its store, and another rank with the same rows has a store,
+`Refill` fills a new store from that store.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Stores:
 
     @property
     def is_unfilled(self) -> bool:
-        """True if some stores have no commit or are unverified, and no store has more than the first commit.
+        """True if a store in `seen` has no commit or is unverified, and no store has more than the first commit.
 
         No rank has then made a step, because no rank stages a second commit before all ranks have the first commit.
         """
@@ -196,7 +197,7 @@ class Opening:
     lost: Mapping[int, int] = field(default_factory=dict)  # by rank that has lost its store: the rank that fills it
 
     def open(self, make: Callable[[Existing], Store], earlier: bytes | None = None) -> tuple[Store, Agreement]:
-        """Opens the store by `make`, and drops a commit that not all ranks have, before any rank stages a step.
+        """Opens the store by `make`, and drops a commit newer than the chosen commit, before any rank stages a step.
 
         If `make` opens the commit before the newest commit, `Store.go_back()` drops the newest commit. `earlier` is the
         identity of the commit from which new stores are filled; None if new stores are not filled from a commit.
@@ -249,8 +250,8 @@ def choose(
     its store gets a new store, which is filled from the store of a rank with the same rows.
 
     Raises:
-        ConfigError: only some ranks have a store, stores belong to other ranks or to several runs, no commit is on all
-            ranks, or `existing` rejects the stores.
+        ConfigError: only some ranks have a store, stores belong to other ranks, to several runs or to a single process,
+            a store was not filled completely, no commit is on all ranks, or `existing` rejects the stores.
         CorruptionError: a root of a store is damaged; the error says whether existing="previous" can open a commit.
         RankError: a rank's store cannot be opened, or a rank is gone.
     """
@@ -387,7 +388,9 @@ def common_of(seen: list[dict[str, Any]]) -> tuple[int, bytes]:
     """Returns number and identity of the newest commit that all stores have; `seen` has the `seen_at` of each store.
 
     Raises:
-        RankError, ConfigError, CorruptionError: a store cannot be read, or no commit is in all stores.
+        RankError: a store cannot be read.
+        ConfigError: no commit is in all stores, a store is not filled, or the stores belong to several runs.
+        CorruptionError: a root of a store is damaged.
     """
     by_rank = dict(enumerate(seen))
     _require_read(by_rank)
@@ -401,7 +404,7 @@ def _require_read(seen: Mapping[int, dict[str, Any]]) -> None:
 
 
 def require_own(seen: Mapping[int, dict[str, Any]], count: int) -> None:
-    """Rejects a store whose commits were made by a rank with other rows than the rank that opens the store.
+    """Rejects a store whose commits name a rank with other rows than the rank under which `seen` has the store.
 
     `count` ranks shard the rows.
     """
@@ -442,7 +445,7 @@ def _places(others: Mapping[int, Sequence[str]]) -> dict[int, str]:
 def _require_none_elsewhere(
     seen: list[dict[str, Any]], others: Mapping[int, Sequence[str]], exchange: Exchange
 ) -> None:
-    """Rejects the call if a rank has no store, but a host has a store of this rank, or of a rank that does not exist.
+    """Rejects the call if a host has a store of a rank that found no store, or of a rank that does not exist.
 
     A new run must not begin while such a store exists.
     """
@@ -501,7 +504,7 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
         left = f"existing='previous' opens commit {max(both)[0]}, which all ranks have" if both else _ANEW
         raise CorruptionError(f"{_listed(damaged)}; nothing was changed: {left}")
     if existing == "previous" and not damaged:
-        both -= {max(both, default=(0, ""))}
+        both = _without_newest(both)
     if not both:
         of = {
             rank: "has " + ", ".join(f"{number} ({identity[:8]})" for number, identity in sorted(commits))
@@ -513,6 +516,18 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
         raise ConfigError(f"no commit is on all ranks{why}: {_listed(of)}; nothing was changed: {remedy}")
     number, identity = max(both)
     return bytes.fromhex(run), number, bytes.fromhex(identity)
+
+
+def _without_newest(commits: set[tuple[int, str]]) -> set[tuple[int, str]]:
+    """Returns the commits before the newest one. Raises ConfigError if the newest commit is the only one."""
+    newest = max(commits, default=None)
+    if len(commits) == 1:
+        assert newest is not None
+        raise ConfigError(
+            f"commit {newest[0]} is the only commit that all ranks have, and existing='previous' opens an earlier "
+            "commit: pass existing='resume'; nothing was changed"
+        )
+    return commits - {newest}
 
 
 def _listed(ranks: dict[int, str]) -> str:

@@ -68,8 +68,8 @@ class NativeReduction(_Collective, ReduceScatter):
 class OrderedReduction(_Collective, ReduceScatter):
     """Exchanges the gradients of one group, so that each rank can add the gradients of its rows in the order of ranks.
 
-    A part is the gradient of one rank for some rows. A round is one reduction; a step has several rounds if it has
-    several backwards. FSDP2 treats the output of the call as the whole gradient, and then calls each parameter's hooks.
+    A part is the gradient of one rank for some rows. A round is one reduction; a step with several backwards may have
+    several rounds. FSDP2 treats the output of the call as the whole gradient, and then calls each parameter's hooks.
     These hooks call `take`, which adds the parts. Before the hooks run, `_begin` sets `.grad` of earlier rounds aside,
     because FSDP2 would add the first part to this `.grad`.
     """
@@ -132,7 +132,7 @@ class OrderedReduction(_Collective, ReduceScatter):
         return made
 
     def reduced_alone(self, output_tensor: torch.Tensor) -> None:
-        """Begins the round if a replica is a single rank.
+        """Begins the round in place of `__call__`, which FSDP2 does not call if a replica is a single rank.
 
         FSDP2 calls this function as its all-reduce hook, after FSDP2 has copied the gradients into `_from`.
         """
@@ -140,8 +140,8 @@ class OrderedReduction(_Collective, ReduceScatter):
         assert self._from is not None
         given, self._from = self._from, None
         if given.is_cuda:
-            # torch frees this memory before the current stream has read it. The allocator must not reuse the memory
-            # until the stream has read it.
+            # The last reference to this memory may go before the current stream has read it. The allocator must not
+            # reuse the memory until the stream has read it.
             given.record_stream(torch.cuda.current_stream(given.device))
         self._begin(given)
 
@@ -197,9 +197,10 @@ class OrderedReduction(_Collective, ReduceScatter):
         like: torch.Tensor,
         earlier: Callable[[bool], torch.Tensor | None],
     ) -> torch.Tensor:
-        """Returns the sum over all replicas. Each replica adds its parts to the sum of the replicas before it.
+        """Returns the sum over all replicas and rounds. Each replica adds its parts to the sum of earlier replicas.
 
-        So gradients are added in the order of ranks, and each replica sends one sum to the next replica.
+        The first replica adds its parts to the sum of earlier rounds, if any. So gradients of a round are added in the
+        order of ranks. The last replica sends the result to all replicas.
         """
         layout = self._collectives.layout
         peers, at = layout.peers, layout.replica

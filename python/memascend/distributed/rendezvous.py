@@ -1,4 +1,4 @@
-"""Agrees with all ranks on fresh keys in torch's store; rejects hosts whose gloo address other hosts cannot reach."""
+"""Agrees with all ranks on fresh keys in torch's store; rejects loopback addresses and low limits of open files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 _Answer = TypeVar("_Answer")
-# A waiting rank looks for a key again after this number of seconds. If more than `_LOOKING_MAX` ranks wait, each rank
-# looks less often, because all ranks query one store.
+# A waiting rank looks for a key again after at least this number of seconds. With more than `_LOOKING_MAX` ranks,
+# `look_seconds` returns a longer time, because all ranks query one store.
 LOOK_SECONDS = 0.01
 _LOOKING_MAX = 16
-# Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note. Waits for torch's store
-# last this much longer than the wait for other ranks.
+# Seconds to wait for the note of a rank that may just have stopped. A dead rank leaves no note. While a rank waits for
+# keys of other ranks, it waits this much longer for torch's store to answer.
 WORD_SECONDS = 0.5
 
 
@@ -49,7 +49,7 @@ def meet(store: Any, rank: int, count: int, timeout: float) -> str:
     except RuntimeError as error:
         raise gone((), timeout, store_failed(error)) from error
     if apart:
-        raise gone(apart, timeout, "no message arrived")
+        raise gone(apart, timeout, "no answer in time")
     if answer["refused"]:
         raise ConfigError(answer["refused"])
     return f"memascend/{answer['digest']}"
@@ -142,8 +142,8 @@ def values_of_ranks(store: Any, prefix: str, count: int, *, each: bool) -> list[
 
 
 def gone(ranks: Sequence[int], timeout: float, why: str) -> RankError:
-    """Returns the error for `ranks`, which are missing when ranks make a group; names no rank if `ranks` is empty."""
-    named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
+    """Returns the error for missing ranks; names no rank if `ranks` is empty, because torch's store did not answer."""
+    named = ", ".join(f"rank {rank}" for rank in ranks) or "a rank, or the process of torch's store,"
     return RankError(
         f"{named} is gone, or did not come within {timeout:g} s, so the ranks cannot exchange data; committed steps "
         f"are unchanged: start all ranks again ({why})",
@@ -264,7 +264,7 @@ def _loopback() -> str:
 
 
 def _interface() -> str:
-    """Returns the interface of the first route (the default route if one exists), or words for it without a route."""
+    """Returns the interface of the first route (the default route if one exists); without a route, a description."""
     try:
         return Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1].split()[0]
     except (OSError, IndexError):
@@ -273,8 +273,9 @@ def _interface() -> str:
 
 # --- files ------------------------------------------------------------------------------
 
-# The maximum number of gloo groups that a run has at once: one for messages, one for rows and gradients (with several
-# replicas, two smaller groups), and one for a save() or for the first values of new stores.
+# The maximum number of gloo groups of all ranks that a run has at once: one for messages, one for rows and gradients,
+# and one for a save() or for the first values of new stores. With several replicas, a run has two smaller groups
+# instead of the second group.
 _GROUPS = 3
 # The number of other files that stores, data loaders and other code may open.
 _FILES_BESIDE = 128

@@ -1,4 +1,4 @@
-"""Fills a rank's missing store from the store of another replica; removes the stores of dropped replicas."""
+"""Fills a rank's lost store from the store of another replica; removes the stores of dropped replicas."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _log = logging.getLogger("memascend")
 class Refill:
     """Fills new stores of the ranks in `Opening.lost` while `offload()` opens the run. All ranks take part.
 
-    These ranks have lost their stores: a store is missing, was not filled completely, or lacks the commit to open. On
-    such a rank, the `Refill` is the source of the first values. A filled store belongs to the run once this rank has
-    read all bytes back and they are equal to the bytes that were sent. Until then the store's commit has number 0, and
-    another opening fills the store again.
+    The ranks in `Opening.lost` have lost their stores: a store is missing, was not filled completely, or lacks the
+    commit to open. On such a rank, the `Refill` is the source of the first values. A filled store belongs to the run
+    only after `_end` has found that all filled stores have the bytes that were sent. Until then the store's commit has
+    number 0, and another opening fills the store again.
     """
 
     # `_begin` sets these two attributes.
@@ -59,13 +59,13 @@ class Refill:
         self.user_state: Any = None
         # A checksum of the bytes that this rank sent, or has read back from its filled store.
         self._sum = Checksum()
-        # `_records`: the largest number of records that a rank sends. `_reached`: the number of records that all ranks
-        # have sent or received so far, in lockstep.
+        # `_records`: the largest number of records that a rank sends. `_reached`: the number of calls of `_reach` since
+        # the last `_reach_end`.
         self._records = self._reached = 0
 
     @contextlib.contextmanager
     def between(self, store: Store) -> Iterator[None]:
-        """Wraps the code that reads or fills this rank's store; then sends this store, and verifies filled stores.
+        """Wraps the code that reads or fills this rank's store. Then sends it to `_targets`; verifies filled stores.
 
         Inside the block, a rank that has lost its store reads its first values from `self`.
         """
@@ -174,9 +174,13 @@ class Refill:
     # --- at the end --------------------------------------------------------------------------
 
     def _end(self, began: float) -> None:
-        """Reads the filled store back. If the bytes are equal, commits the store as a store of the run.
+        """Reads this rank's filled store back. If all filled stores are right, commits the store as a store of the run.
 
-        `began` is the time at which the filling began, for the log.
+        On a rank that has not lost its store, only compares the checksums of all ranks. `began` is the time at which
+        the filling began, for the log.
+
+        Raises:
+            CorruptionError: the bytes of a rank's filled store differ from the bytes that were sent.
         """
         store, exchange = self._store, self._exchange
         nbytes = 0
@@ -210,7 +214,7 @@ def retire(files: Sequence[Path], opening: Opening) -> None:
     """Removes the stores of replicas that the run has dropped.
 
     Removes a store only if the store has the commit at which the run is opened. Keeps any other store, because that
-    store may have steps that no rank has. If a later run has the replica of a kept store, the run rejects the store.
+    store may have steps that no rank has. A later run that has the replica of a kept store may reject this store.
     """
     for file in files:
         seen = seen_at(file)
@@ -237,8 +241,8 @@ def _names(store: Store, *, buffers: Sequence[bool] = (False, True)) -> list[str
 def _updates(record: Mapping[str, Any]) -> torch.Tensor:
     """Returns the number of updates of a record; 0 for a buffer.
 
-    The record of a buffer also has a number, but this number differs between the store that is sent and the store that
-    is filled.
+    The record of a buffer also has a number, but this number may differ between the store that is sent and the store
+    that is filled.
     """
     return torch.tensor([0 if record["buffer"] else record["step"]])
 

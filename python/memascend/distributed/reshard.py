@@ -76,7 +76,7 @@ def stores_in(folder: str, count: int) -> dict[int, Path]:
 
 
 class Earlier:
-    """The stores of an earlier run with another number of ranks. One of the present ranks reads each store."""
+    """Stores of earlier runs with other numbers of ranks. A run resumes from these stores, or only removes them."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Earlier:
         # By shard of the old stores: the stores that are open on this rank.
         self.stores: dict[int, Store] = {}
         # The identity of the commit at which the old stores are opened, and from which the new stores continue. Zeros
-        # for the store of a single process, and before `open()`.
+        # if each old store has all rows, and before `open()`.
         self.identity = bytes(16)
         # Stores of the present number of ranks are overwritten, not removed.
         others = [(one, identity) for one, identity in outlived if one.count != self.count]
@@ -120,7 +120,7 @@ class Earlier:
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Opens the stores that this rank reads, at the newest commit that all old stores have.
+        """Opens the stores that this rank reads, at the newest commit that the stores of all shards have.
 
         The stores stay locked until `close()`.
         """
@@ -145,7 +145,7 @@ class Earlier:
     def remove(self) -> None:
         """Removes old stores that are not needed (`Stores.redundant`), if this rank owns them (`Stores.all_owners`).
 
-        Called once all ranks have committed the new stores.
+        Called once all ranks have opened the stores of the run.
         """
         self.close()
         for file in [file for file, owner in self._useless if owner == self.rank]:
@@ -160,7 +160,7 @@ class Earlier:
 def remove_store(file: Path) -> None:
     """Removes a rank's store, and the folders of ranks and replicas that are then empty."""
     file.unlink(missing_ok=True)
-    # Sync the folder: after a loss of power, the store must not reappear, because a newer store has replaced it.
+    # Sync the folder: after a loss of power, the store must not reappear, because the run continues without it.
     descriptor = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -187,7 +187,10 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
     for one in [one for one in found.values() if one.is_unfilled]:
         if one.count != count:
             _log.warning(
-                "the stores of %d ranks in %s were never filled and are ignored: remove them", one.count, folder
+                "not all stores of %d ranks in %s were filled, so the run does not resume from them: remove them if "
+                "you do not need them",
+                one.count,
+                folder,
             )
             _require_harmless(one, [other for other in found.values() if not other.is_unfilled], existing)
         del found[one.count]
@@ -204,8 +207,8 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
     if len(newest) != 1:
         of = " and of ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"stores of {of} ranks are in {folder}, and no store records which stores are the newest: move away all "
-            "stores from which the run shall not resume; nothing was changed"
+            f"stores of {of} ranks are in {folder}, and no complete set of stores records which stores are the newest: "
+            "move away all stores from which the run shall not resume; nothing was changed"
         )
     (source,) = newest
     outlived = [(found[of], identity) for of, identity in sorted(known.items())]
@@ -213,7 +216,7 @@ def find_earlier(folder: str, existing: str, exchange: Exchange | Alone, layout:
         return Earlier(folder, None, outlived, exchange, layout)
     if source.missing:
         rank = source.missing[0]
-        lacks = "holds no commit" if rank in source.seen else "cannot be reached"
+        lacks = "holds no commit of the run" if rank in source.seen else "cannot be reached"
         raise ConfigError(
             f"the store of rank {rank} of {source.count} {lacks} ({file_of_rank(folder, rank, source.count)}): "
             "restore this file on the host of any rank; nothing was changed"
@@ -248,7 +251,7 @@ def _require_harmless(unfilled: Stores, filled: Sequence[Stores], existing: str)
         return
     raise ConfigError(
         f"the store of rank {unfilled.missing[0]} of {unfilled.count} holds no state, but stores of other ranks hold "
-        "state: its first write did not finish, or this store is damaged; nothing was changed: restore this "
+        "state: its first write did not finish, or this store is missing or damaged; nothing was changed: restore this "
         "store from a copy, or give existing='replace' to begin a new run"
     )
 
@@ -373,9 +376,13 @@ class EarlierValues:
             )
         for name, own in self.named.items():
             here = _description(own, self.describe(name))
-            if there.get(name) != here:
+            if name not in there:
                 raise ConfigError(
-                    f"{name!r} is {here} and was {there.get(name)} in the earlier stores (dtype, shape of a row, "
+                    f"the earlier stores have no {name!r}: give the model that the run had. Nothing was changed"
+                )
+            if there[name] != here:
+                raise ConfigError(
+                    f"{name!r} is {here} and was {there[name]} in the earlier stores (dtype, shape of a row, "
                     "state, whether dimensions are reordered): give the model and the options that the run had. "
                     "Nothing was changed"
                 )
@@ -388,8 +395,7 @@ class EarlierValues:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the last commit's hyperparameters, with the identities of the stores that the new stores replace."""
-        kept = {name: value for name, value in (self._hyperparameters or {}).items() if name != "line"}
-        return {**kept, EARLIER: self.earlier.replaced_identities}
+        return {**(self._hyperparameters or {}), EARLIER: self.earlier.replaced_identities}
 
     def parameters(self, units: Sequence[Any]) -> Generator[First, None, None]:
         """Yields each of this rank's parameters once; all ranks move the rows of all parameters in the same order."""
@@ -462,7 +468,7 @@ def _rows(rows: int, count: int, rank: int) -> tuple[int, int]:
 
 
 def _part(tensors: Mapping[str, torch.Tensor], of: str, start: int, end: int) -> torch.Tensor:
-    """Returns the part of a tensor for a range of rows. For state in blocks, the range must consist of whole blocks."""
+    """Returns the part of a tensor for a range of rows. For state in blocks, the range must not split a block."""
     return Rows(tensors[""].shape, start, end - start).of(of, tensors[of])
 
 

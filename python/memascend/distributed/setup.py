@@ -66,7 +66,7 @@ def _place(path: str, layout: Layout, *, several: bool) -> str:
     left = left_over(path, layout)
     if left and not own.is_file():
         # Continue with the store of a replica that an earlier run dropped. If all ranks share the folder, `left` has
-        # the stores of all dropped replicas, and each replica takes a different one as long as there are enough.
+        # the stores of all dropped replicas, and replicas with numbers below `len(left)` take different ones.
         own = left[layout.replica if layout.replica < len(left) else 0]
     # The extension creates only the last folder of a path, so create the folders above it.
     own.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +109,8 @@ def places_of_others(options: Options, layout: Layout) -> dict[int, list[str]]:
 def candidates(paths: Sequence[str], rank: int, count: int) -> list[list[str]]:
     """Returns the places at which a rank's store may be, each as the list of the store's paths.
 
-    The first place is the place for `count` ranks. If `paths` is one folder without placeholders, the files of all
-    other stores in the folder follow.
+    The first place is the place for `count` ranks. If `paths` is one folder without placeholders, the files of the
+    first replica's other stores in the folder follow.
     """
     places = [filled(path, rank) for path in paths] if count > 1 else list(paths)
     if len(paths) > 1 or places != list(paths):
@@ -159,7 +159,7 @@ def divide(
 ) -> None:
     """Shards a model among all ranks, and puts the sharded parameters into its optimizer.
 
-    The optimizer must have no state yet. `units` has the names of the modules that are each gathered as one unit. If
+    Rejects an optimizer that has state. `units` has the names of the modules that are each gathered as one unit. If
     `units` is None, `find_units` chooses the modules. If `offload()` fails later, `undo` restores the optimizer, but
     the model stays sharded, because torch cannot undo `fully_shard()`.
     """
@@ -295,8 +295,8 @@ def begin(
 def _earlier_of_others(options: Options, undo: contextlib.ExitStack) -> tuple[Options, Earlier | None]:
     """Finds the stores of an earlier run on several ranks, for a run in a single process.
 
-    Returns the options to resume from these stores, and the stores. Returns `options` and None if `storage` is not a
-    folder, or if the folder has no such stores.
+    Returns the options with which to open the store of this run, and the earlier stores. Returns `options` and None if
+    `storage` is not a folder, or if the folder has no such stores.
     """
     storage = options.storage
     if not isinstance(storage, (str, os.PathLike)) or not Path(expanded(storage)).is_dir():

@@ -227,7 +227,7 @@ class Sharding(RowsOfRank):
             reduction.forward_begins()
 
     def _reduction_of(self, group: FsdpGroup) -> OrderedReduction | None:
-        """Makes FSDP2 gather and reduce a group through `Collectives`, so that errors name a rank that is gone.
+        """Makes FSDP2 gather and reduce a group within a replica through `Collectives`, whose errors name lost ranks.
 
         Returns the reduction that adds gradients in the order of ranks; None if torch adds them in its own order. Does
         nothing for a single rank.
