@@ -196,8 +196,8 @@ def _limit(group: Path, nbytes: int) -> None:
     for name in ("memory.limit_in_bytes", "memory.max"):
         if (group / name).exists():
             (group / name).write_text(str(nbytes))
-    # If the kernel counts swap, also limits swap. Without this, a cell could exceed the limit by swapping pages out. In
-    # cgroup version 1, the limit is for memory and swap together. In version 2, the cell gets no swap.
+    # Limit swap, too, if the kernel counts it: a cell could exceed the limit by swapping pages out. In version 1 of
+    # cgroups, this second limit is for memory and swap together. In version 2, the cell gets no swap.
     for name, value in (("memory.memsw.limit_in_bytes", str(nbytes)), ("memory.swap.max", "0")):
         if (group / name).exists():
             (group / name).write_text(value)

@@ -162,10 +162,10 @@ def cases():
 
 
 def held():
-    """Yields each case once, with all state in RAM.
+    """Yields each case of `WHOLE` and `BY_LAYER` once, with all state in RAM.
 
-    The mode of gradients and the durability depend on the case's name, so that all modes and durabilities are tested.
-    Cases by layer have their first mode, and durability "step".
+    In `WHOLE`, the mode of gradients and the durability depend on the case's name, so that all modes and durabilities
+    are tested. Cases of `BY_LAYER` have their first mode, and durability "step".
     """
     for case in [*WHOLE, *BY_LAYER]:
         turn = zlib.crc32(case.name.encode())

@@ -76,8 +76,8 @@ def test_spilled_gradients_add_a_separate_update_phase():
 
 # --- deferred and early updates ---------------------------------------------------------
 
-# Like `KEPT`, but an update also reads the values. If updates are deferred, modules of the next step use the values
-# that the updates read, so the forward reads 8 GB less. With "next backward", the backward also reads 6 GB less.
+# Like `KEPT`, but an update also reads the values. Deferred updates compute the values that modules of the next step
+# use, so the forward itself reads 8 GB less. With "next backward", the backward also reads 6 GB less.
 DEFERRED = plan(
     gradients="ssd",
     read_bytes={**KEPT.read_bytes, "values, update": 8 * GB},

@@ -79,9 +79,9 @@ def life(command, *, kill=None, after=0.0, by=signal.SIGKILL, ends=0, cwd=None, 
 
     Args:
         command: the words of the command.
-        kill: a pair of words and a count. `life` kills the command once its output contains the words that many times.
-            If `kill` is None, `life` does not kill the command.
-        after: seconds between the output of the words of `kill` and the kill itself.
+        kill: the arguments of `Running.wait_for`: a text and, optionally, a count (1 by default). `life` kills the
+            command once its output contains the text that many times. None: `life` does not kill the command.
+        after: seconds between the last output of this text and the kill.
         by: the signal of the kill.
         ends: the required exit status, or several allowed statuses. With several, `life` returns the exit status and
             the output.

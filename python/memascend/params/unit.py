@@ -186,7 +186,7 @@ class CachedUnit:
             ]
 
     def note_written(self) -> None:
-        """Records that all writes in place so far have been reported."""
+        """Empties `written` until code writes to a parameter again."""
         for place in self.places:
             place.note_version()
 

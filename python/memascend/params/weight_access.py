@@ -444,10 +444,10 @@ def checksum(values: torch.Tensor, place: Place) -> str:
 
 
 class WeakValues:
-    """A weak reference to memory that user code keeps, and that has a parameter's values.
+    """A weak reference to memory in which a parameter's gradient arrived, and which user code may keep.
 
     Attributes:
-        seen: the checksum of the values when this object was made.
+        seen: the checksum of the gradient's values when this object was made.
     """
 
     __slots__ = ("_memory", "place", "seen")

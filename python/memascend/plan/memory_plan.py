@@ -144,8 +144,8 @@ class Requirements:
     # The names of the parameters whose updates may be deferred to the next step. Only updates of gradients that stay on
     # storage until step() are deferred.
     deferrable: Collection[str] = ()
-    # A function of the names of parameters. The gradient of each of these parameters gets a second place behind the
-    # store, and the function returns the bytes of these places. None: the run has no second places.
+    # A function of the names of parameters. Returns the bytes by which the store grows so that updates of these
+    # parameters may be deferred. None: the store does not grow.
     places: Callable[[Collection[str]], int] | None = None
     # The names of the parameters that steps do not write while the parameters are in the RAM tier, because steps are
     # not durable.

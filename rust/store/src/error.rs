@@ -74,7 +74,7 @@ pub enum Error {
 
     /// A function of the caller, such as `keep_waiting`, `progress` or `agree`, returned `false`, so the call ended
     /// early. Nothing was lost.
-    #[error("waiting for {0} was interrupted; nothing was lost")]
+    #[error("waiting for {0} was interrupted; nothing was lost: repeat the call")]
     Interrupted(&'static str),
 }
 
