@@ -68,12 +68,17 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LISTED = 10
 
 
+def _digits(value: float) -> str:
+    """Formats a number below 1024 with three significant digits, or as a whole number if it has four."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def bytes_shown(nbytes: int) -> str:
     """Formats a size with at most four digits, in the largest binary unit in which it is at least 1."""
     size, unit = float(nbytes), 0
     while size >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{nbytes} bytes" if unit == 0 else f"{size:{'.3g' if size < 1000 else '.0f'}} {_UNITS[unit]}"
+    return f"{nbytes} bytes" if unit == 0 else f"{_digits(size)} {_UNITS[unit]}"
 
 
 def size_option(nbytes: int, *, up: bool = True) -> str:
@@ -99,8 +104,8 @@ def seconds_shown(seconds: float) -> str:
         return f"{seconds:,.0f} s"
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+            return f"{_digits(seconds * factor)} {unit}"
+    return f"{_digits(seconds * 1e9)} ns"
 
 
 def duration_shown(seconds: float) -> str:
@@ -118,7 +123,7 @@ def terabytes_shown(nbytes: int) -> str:
     tb = nbytes / 10**12
     if tb >= 1:
         return f"{tb:,.0f} TB" if tb >= 100 else f"{tb:.3g} TB"
-    return f"{tb * 1e3:.3g} GB" if tb >= 1e-3 else f"{tb * 1e6:.3g} MB"
+    return f"{_digits(tb * 1e3)} GB" if tb >= 1e-3 else f"{_digits(tb * 1e6)} MB"
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:

@@ -22,7 +22,7 @@ from memascend.cli.store import _groups
 from memascend.cli.train.arguments import OFFLOAD, parse, require_model
 from memascend.errors import MemascendError
 from memascend.plan.options import parse_bytes
-from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table
+from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table, terabytes_shown
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -216,6 +216,7 @@ def test_closed_output_pipe_is_no_error():
         (1023, "1023 bytes"),
         (1024, "1 KiB"),
         (1535, "1.5 KiB"),
+        ((1000 << 10) - 100, "1000 KiB"),
         (1023 << 10, "1023 KiB"),
         (5 << 40, "5 TiB"),
     ],
@@ -235,10 +236,26 @@ def test_size_option_rounds_up_or_down_by_at_most_1_percent():
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(12_345.6, "12,346 s"), (2, "2 s"), (0.0015, "1.5 ms"), (3.25e-6, "3.25 us"), (4e-8, "40 ns")],
+    [
+        (12_345.6, "12,346 s"),
+        (999.7, "1000 s"),
+        (2, "2 s"),
+        (0.9997, "1000 ms"),
+        (0.0015, "1.5 ms"),
+        (3.25e-6, "3.25 us"),
+        (4e-8, "40 ns"),
+    ],
 )
 def test_seconds_shown_picks_the_unit_that_fits(seconds, shown):
     assert seconds_shown(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(241 * 10**12, "241 TB"), (int(1.5e12), "1.5 TB"), (int(999.7e9), "1000 GB"), (25 * 10**6, "25 MB")],
+)
+def test_sizes_of_drives_are_shown_in_decimal_units(nbytes, shown):
+    assert terabytes_shown(nbytes) == shown
 
 
 def test_table_aligns_numbers_to_the_right():
