@@ -106,7 +106,7 @@ _TABLES = {
 
 
 def main() -> None:
-    """Measures all cases of a table and prints the table."""
+    """Measures all cases of a table and prints the table. With `--work`, trains one case in this process."""
     options = _options()
     if options.work:
         serve(_Worker(json.loads(options.work)).turn)

@@ -38,7 +38,10 @@ _COLUMNS = ("depth", "parameters", "case", "added_mib", "activations_mib", "flat
 
 
 def main() -> None:
-    """Measures every depth and prints a table. With `--write`, also writes a CSV file and a picture."""
+    """Measures every depth and prints a table. With `--write`, also writes a CSV file and a picture.
+
+    With `--work`, trains one model in this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24, 48])
     parser.add_argument("--cases", nargs="+", choices=("offloaded", "in RAM"), default=["offloaded", "in RAM"])

@@ -34,7 +34,10 @@ _WARM_STEPS = 2
 
 
 def main() -> None:
-    """Measures every model with every threshold, and prints a table for each model."""
+    """Measures every model with every threshold; prints a table for each model, or JSON.
+
+    With `--work`, trains one model with one threshold in this process.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", nargs="+", choices=_SHAPES, default=["125M"])
     parser.add_argument("--thresholds", nargs="+", choices=_THRESHOLDS, default=list(_THRESHOLDS))

@@ -172,7 +172,7 @@ def between(samples: list[list[float]]) -> list[dict[str, float]]:
 
 
 def shown(options: argparse.Namespace, spans: list[tuple[str, float, float]], samples: list[list[float]]) -> str:
-    """Returns the table of the parts of a step. Each value is the median over all steps."""
+    """Returns the table of the parts of a step. It has medians over all steps; "together" adds two medians."""
     moments = between(samples)
     rows = []
     for part in (*_PARTS, "a step"):

@@ -59,13 +59,13 @@ def check_rows(nbytes: int) -> list[tuple[str, str, float, float, float]]:
             "copy": lambda: copy.copy_(grad),  # noqa: B023
             "ours": lambda: kernels.check_and_unscale(grad),  # noqa: B023
             "isinf.any or isnan.any": lambda: grad.isinf().any() | grad.isnan().any(),  # noqa: B023
-            # Our kernel also computes the norm. Unlike torch's norm, this norm is an exact sum.
+            # Our kernel also computes the squared norm, by an exact sum. The sum in torch's norm is rounded.
             "isinf.any or isnan.any, norm": lambda: (
                 grad.isinf().any() | grad.isnan().any(),  # noqa: B023
                 torch.linalg.vector_norm(grad, dtype=torch.float32),  # noqa: B023
             ),
         }
-        # torch does not have the following operation for bf16, because GradScaler needs it only for fp16.
+        # torch does not have the following operation for bf16, because only training in fp16 needs GradScaler.
         if dtype != torch.bfloat16:
             cases["_amp_foreach_non_finite_check_and_unscale_"] = (
                 lambda: torch._amp_foreach_non_finite_check_and_unscale_([grad], found, scale)  # noqa: B023

@@ -83,7 +83,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print(output.replace(str(folder), "the folder"), file=sys.stderr, flush=True)
     killed = Run(options, folder, "killed")
     kills = killed.run_with_kills()
-    # The killed run completes one more step, which the last kill interrupted.
+    # The killed run completes one more step after its last kill.
     killed.run(kills[-1]["steps"] + 1)
     losses = killed.losses()
     killed.remove()

@@ -352,7 +352,7 @@ def cgroups(given: Path | None) -> Path:
 
 
 def main() -> None:
-    """Runs the parts, compares them, and prints a table."""
+    """Runs the parts and compares them; prints a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", default="96MiB", help="memory for each part, without the imported modules")
     parser.add_argument("--times", type=float, default=3, help="size of the weights, divided by the limit")

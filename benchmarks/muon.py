@@ -35,7 +35,7 @@ _WARM_STEPS = 3
 
 
 def main() -> None:
-    """Measures all cases and prints a table."""
+    """Measures all cases and prints a table. With `--work`, trains one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=("4M", "25M", "125M", "500M"), default="125M")
     parser.add_argument("--length", type=int, default=128, help="tokens in a step")

@@ -57,7 +57,7 @@ _NEAR = 0.1
 
 
 def main() -> None:
-    """Measures all cases and prints a table."""
+    """Measures the chosen cases and prints a table. With `--work`, trains one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=_CASES, default=list(_CASES))
     parser.add_argument(

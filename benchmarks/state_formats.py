@@ -38,7 +38,10 @@ _KEPT = 1 / 16
 
 
 def main() -> None:
-    """Makes the missing runs, then draws the picture and the table."""
+    """Makes the missing runs unless `--show` is given, then draws the picture and the table.
+
+    With `--one`, makes one run and draws nothing.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "state_formats")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))

@@ -216,7 +216,7 @@ _FORMATS = {
 
 
 def constants(dtype: torch.dtype) -> dict[str, object]:
-    """Returns the compile-time arguments of `check_kernel` for tensors of `dtype`."""
+    """Returns the compile-time arguments of `check_kernel` for `dtype`, except MANY, ALIGNED and UNSCALE."""
     stored, bits, least = _FORMATS[dtype]
     is_narrow = dtype.itemsize == 2
     grid, lowest = (NARROW.value, NARROW_TOP.value) if is_narrow else (WIDE.value, WIDE_TOP.value)

@@ -32,7 +32,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Returns `tensor` if it has these strides, else a copy that has them; `strides` must leave no gaps."""
+    """Returns `tensor` if it has `strides` or at most one element, else a copy with `strides`, which leave no gaps."""
     if tensor.stride() == strides or tensor.numel() <= 1:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

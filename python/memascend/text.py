@@ -212,7 +212,7 @@ class Progress(Closing):
                 self._stream.write(f"memascend: {self._what}: {self._figures(now - self._began)}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                # The terminal may have been closed: the work continues without progress.
+                # The terminal may have been closed: `Progress` shows nothing more, and the work continues.
                 self._stream = None
 
     def reached(self, done: int, nbytes: int) -> None:

@@ -281,5 +281,5 @@ def test_scheduler_that_cannot_be_committed_is_left_to_the_trainer(tmp_path, kin
     assert ("'rule' in the state of ByFunctions" in caplog.text) == (kind == "functions")
     with memascend.engine.Store.open(tmp_path / "store") as store:
         assert "schedule" not in store.hyperparameters
-        # close() commits the learning rate that the Trainer set after the last step.
+        # close() commits the final learning rate. Only the scheduler of "functions" has changed the learning rate.
         assert store.hyperparameters["groups"][0]["lr"] == (0.5 if kind == "metric" else 0.5 / 3)

@@ -37,7 +37,7 @@ for _name in (name for name in dir(transformers.TrainerCallback) if name.startsw
 
 
 def trained(folder, *callbacks, **options):
-    """Starts or resumes the training; returns the Trainer, and the events that the Trainer called."""
+    """Starts or resumes the training; returns the Trainer, and its events except `init_end` and `prediction_step`."""
     events = Events()
     trainer = started(folder, events, *callbacks, **options)
     return trainer, [event for event in events.seen if event[0] not in ("init_end", "prediction_step")]

@@ -198,7 +198,7 @@ LATER = {"by length", "a random collator", "no evaluation ahead", "generators of
 @pytest.mark.parametrize("name", usual(RUNS, *RUNS.keys() - LATER))
 def test_stopped_training_resumes_with_the_same_bits_and_log(tmp_path, name):
     options, ends = RUNS[name]
-    # Each start makes new objects, as a new process would.
+    # If `options` is callable, each start makes new objects with `options`, as a new process would.
     fresh = options if callable(options) else lambda: options
     whole = trained(tmp_path / "whole", **fresh())
     assert trained(tmp_path / "ended", *ends, options=fresh) == whole

@@ -180,7 +180,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def mxfp4(name, tensor):
-    """Quantizes a tensor to MXFP4, and sets two scales to the smallest and the largest exponent of MXFP4."""
+    """Does what `in_mxfp4` does, and sets two scales to the smallest and the largest exponent of MXFP4."""
     stored = in_mxfp4(name, tensor, (100, 130))
     for part, scales in stored.items():
         if part.endswith("_scales"):

@@ -409,7 +409,7 @@ def test_plan_proposes_options_that_fit_if_the_asked_batch_does_not(capsys, word
     assert lines[title].startswith("does not fit: the RTX ")
     assert lines["what fits"].startswith(f"{option}: ")
     assert not any(line.startswith("write") for line in lines)
-    # `option` repeats options of `words`. If an option is given twice, the command uses the last value.
+    # `option` may repeat options of `words`. If an option is given twice, the command uses the last value.
     assert five(capsys, *words.split(), *option.split())[title] == "fits"
 
 

@@ -154,7 +154,7 @@ def test_a_run_that_lost_a_host_continues_when_it_is_back(hosts, alone, dead):
     hosts.connect(dead, "down")
     hosts.kill(dead)
     _, output = running[1 - dead].ended()
-    # 20 s is the timeout in the commands of the page. The processes may take 30 s more to end.
+    # The program of docs/gpus.md sets `timeout=20`. The processes may take 30 s more to end.
     assert time.monotonic() - began < 20 + 30
     # torch's store is on host0. If host0 is down, the other ranks cannot look up why a rank left.
     named = "every other rank is gone" if dead == 0 else "rank 2, rank 3 did not"

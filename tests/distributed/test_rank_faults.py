@@ -81,7 +81,7 @@ def test_all_ranks_resume_at_the_same_step_after_a_rank_is_killed(tmp_path, poin
     reference = whole(run(name="reference", steps=7), 7)
     faulty, at = (0 if given == GIVEN[1] else 1), (5 if point == "close" else 3)
     ranks = run(fault=KILL, point=point, at=at, faulty=(faulty,))
-    # If a rank dies before its close(), the other ranks end without an error.
+    # At "close", a rank dies just before its own close(). The other ranks then end without an error.
     if point != "close":
         survived(ranks, faulty)
     again = whole(run(steps=7), 7)
@@ -397,7 +397,7 @@ class Drill:
         folder.mkdir()
 
     def live(self, **options):
-        """Resumes the run on all ranks for up to two more steps; returns each rank's result."""
+        """Begins or resumes the run on all ranks, for up to two more steps; returns each rank's result."""
         options = {"steps": self.done + 2, "timeout": TIMEOUT, "given": self.given, **options}
         ranks = meshed(self.folder, *self.shape, **options)
         answer = [rank for rank in ranks if rank is not None]

@@ -51,7 +51,7 @@ def offloaded(folder, gradients="ssd", make=stack, optimizer=adamw, **options):
 
 
 def nothing(*_):
-    """Does nothing. This is the default of the callbacks of `run`."""
+    """Does nothing. This is the default of `before` and `between` of `run`."""
 
 
 def walk(model, optimizer, index, scale=1.0):
@@ -166,7 +166,10 @@ def test_deferred_updates_of_tied_checkpointed_and_frozen_blocks_are_exact(tmp_p
 
 
 def habits(model, optimizer, index):
-    """Reads or changes state whose update is deferred, in a different way before each step."""
+    """Sets the learning rate. From the second step on, also reads or changes state whose update is deferred.
+
+    The way in which `habits` reads or changes state is different before each step.
+    """
     optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
     if index == 1:
         with torch.no_grad():

@@ -186,7 +186,7 @@ class Gate:
         self.worst = []
 
     def run(self, language, asked):
-        """Runs the requested faults of one language, package by package."""
+        """Reports the requested faults of one language, package by package; runs those without a stored result."""
         tree = Tree(language)
         runner = {"python": Pytest, "rust": Cargo}[language](tree)
         for package in dict.fromkeys(fault.package for fault in asked):

@@ -1,4 +1,4 @@
-"""Provides fixtures for tests of volumes: files, loop devices, small file systems and faulty disks."""
+"""Provides fixtures for tests of volumes: paths, backends, devices, file systems, and child processes."""
 
 from support.disks import backend, child, faulty, loop, path, small_ext4
 

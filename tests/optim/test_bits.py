@@ -215,7 +215,7 @@ class Scaled(ByParameter):
         state["count"] += 1
         state["decay"] *= 0.9
         state["begun"] = True
-        # In every step, a new tensor replaces the tensor in the state. Nothing is written in place.
+        # Every step puts a new tensor into the state, and never writes to the earlier tensor.
         state["mean"] = state.get("mean", 0) * 0.9 + parameter.grad
         rate = self.param_groups[0]["lr"] * state["decay"] * self.base ** state["count"]
         rate = rate * getattr(parameter, "factor", 1.0) / float(parameter.norm() + 1)

@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def _taken(self):
-        """True if updates have already used the gradients. Only "fused" uses gradients before step()."""
+        """True if updates have used up the gradients. Only "fused" uses up gradients before step()."""
         return self.mode == "fused" and self._handles and (self.spent or self.backwards >= self._declared)
 
     @property
@@ -558,7 +558,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), how=st.sampled_from(("close", "kill", "checkpoint")))
     def end(self, data, how):
-        """Ends the simulated process in the way that `how` names, and resumes the run in a new process."""
+        """Ends the simulated process in the way that `how` names, and resumes the run in a new process.
+
+        The process continues if `_save` writes no checkpoint, or if a kill leaves an unclosed store.
+        """
         if how == "checkpoint" and not self._save():
             return
         life = data.draw(lives(self.waits), "life")

@@ -148,7 +148,7 @@ AT_ONCE = {
     "out": lambda p: torch.add(p.detach().clone(), 1, out=p),
     "init": lambda p: torch.nn.init.constant_(p, 7),
     "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector([p]) + 1, [p]),
-    # The names of the next two functions do not show that these functions write.
+    # The names of the next two functions, "relu" and "add_.Tensor", do not end with an underscore.
     "relu": lambda p: torch.nn.functional.relu(p, inplace=True),
     "aten": lambda p: torch.ops.aten.add_.Tensor(p, torch.tensor(1.0)),
 }

@@ -201,7 +201,7 @@ def test_make_version_and_notes_print_wheel_version_and_newest_notes():
 
 
 def test_github_files_are_yaml_and_name_executable_ci_scripts():
-    """Tests only the syntax. In `make lint`, zizmor checks the schemas of workflows."""
+    """Parses the YAML files without a schema. In `make lint`, zizmor checks the schemas of workflows."""
     yaml = pytest.importorskip("yaml")
     files = sorted((ROOT / ".github").rglob("*.yml"))
     scripts = set()

@@ -1,4 +1,4 @@
-"""Makes tensors of random numbers, and compares tensors, state dicts and checkpoints bit for bit."""
+"""Makes tensors of random numbers, compares tensors and state dicts bit for bit, and reads checkpoints."""
 
 import torch
 

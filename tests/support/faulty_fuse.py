@@ -29,7 +29,7 @@ DIRECT_IO = 1
 MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 
-# Replies that do not depend on the request.
+# For some opcodes: the reply to every request with this opcode.
 FIXED = {
     OPEN: struct.pack("<QII", 0, DIRECT_IO, 0),
     OPENDIR: struct.pack("<QII", 0, 0, 0),

@@ -58,7 +58,7 @@ class Running:
             time.sleep(0.005)
 
     def kill(self, by=signal.SIGKILL):
-        """Sends a signal to all processes of the session."""
+        """Sends the signal `by` to the process group of the command."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, by)
 

@@ -43,7 +43,7 @@ class Checkpointed(nn.Sequential):
 
 
 def model(dtype, kind="plain"):
-    """Returns a seeded model; `kind` is "plain", "checkpointed", "odd" or a class."""
+    """Returns a seeded model; `kind` is "checkpointed", "odd", a class, or any other text for a plain model."""
     torch.manual_seed(0)
     if kind == "odd" or isinstance(kind, type):
         return (Odd if kind == "odd" else kind)().to(dtype)

@@ -101,7 +101,7 @@ def _trained(system: System, work: Workload, record: Record) -> None:
 
 
 def _limit(work: Workload) -> None:
-    """Limits torch to `work.card` bytes of the device's memory."""
+    """Limits torch to `work.card` bytes of a GPU's memory. Does nothing on the CPU or without `work.card`."""
     if work.device != "cpu" and work.card is not None:
         import torch
 

@@ -118,7 +118,7 @@ class _MergedTensor:
         for key, pattern, source in self.parts:
             converter.add_tensor(self.layer, key, pattern, value_of(source))
         made: Any = converter.convert(self.layer, config=self.config)
-        # The first versions of transformers 5 return a pair of tensors and errors.
+        # In the first versions of transformers 5, `convert()` returns a tuple: first the tensors, then the errors.
         found: dict[str, Any] = made[0] if isinstance(made, tuple) else made
         return found
 
@@ -336,7 +336,7 @@ class WeightFiles:
         # The name of a tensor in the files -> the tensor. `matched()` may replace these entries by tensors that
         # transformers converted; these tensors have the model's names.
         self._where: dict[str, WeightTensor] = {}
-        # The model's name of a tensor -> the tensor's key in `_where`. `check()` fills this dict.
+        # The model's name of a tensor -> the tensor's key in `_where`. `check()` and `find()` fill this dict.
         self._of: dict[str, str] = {}
         for file, keys in _files(path) if names is None else [(path / name, None) for name in names]:
             opened = _opened(file)
@@ -445,7 +445,7 @@ class WeightFiles:
         return self._where[key].values(dtype)
 
     def on_meta(self, key: str) -> torch.Tensor:
-        """Returns a tensor by its name in the files, on meta."""
+        """Returns the tensor with the key `key` in `_where`, on meta."""
         return _on_meta(self._where[key])
 
 

@@ -31,7 +31,7 @@ class Finding:
     subject: str  # the name of the check, for the user
     found: str  # the result of the check, for the user
     verdict: Literal["fine", "slower", "fails"] = "fine"
-    advice: str = ""  # the reason for the verdict, what the user can do, or both; "" if the verdict is "fine"
+    advice: str = ""  # the reason for the verdict, what the user can do, or both; always "" if the verdict is "fine"
 
 
 Pattern = Literal["read", "write", "mixed"]
@@ -241,7 +241,7 @@ def _measured(volume: Volume, patterns: Sequence[Pattern]) -> dict[str, Speed]:
 
 
 def require_usable(paths: Sequence[Path]) -> None:
-    """Raises StorageError if no store can be made at one of the paths."""
+    """Raises StorageError if no store can be made at one of the paths. Does not check raw devices."""
     for path in paths:
         problem = None if path.is_block_device() else _unusable(path)
         if problem is not None:

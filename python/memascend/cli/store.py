@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the action. Returns exit code 1 if the store is damaged or cannot be opened, else 0."""
+    """Runs the action, and returns the exit code.
+
+    The exit code is 1 if `info` cannot open the store, or if `verify` finds that the last commit, or a copy of a label
+    or of the store's description, is damaged. Otherwise the exit code is 0.
+    """
     if options.action == "verify":
         return _verify(options.paths, as_json=options.json)
     return _info(options.paths, partial(_describe, as_json=options.json, verbose=options.verbose), quiet=options.json)
@@ -194,7 +198,7 @@ def _as_json(commits: list[storage.Commit], seconds: float) -> dict[str, object]
 
 
 def _print_commits(commits: list[storage.Commit], seconds: float) -> None:
-    """Prints the state of the newest commit and of earlier commits. Prints damage to stderr."""
+    """Prints the state of each commit. If the newest commit is damaged, lists the damage of all commits on stderr."""
     newest, others = commits[0], commits[1:]
     if newest.whole:
         speed = sum(commit.nbytes for commit in commits) / seconds / 1e9

@@ -59,10 +59,10 @@ class Message(NamedTuple):
 
     number: int
     kind: _Kind
-    about: str | None  # the subject, which must be the same on all ranks
+    about: str | None  # the subject, which must be the same on all ranks; None if `kind` is not "value"
     value: Any  # a JSON value, or the text of an error
     numbers: list[int]  # integers that are added over all ranks
-    waited: float = 0.0  # seconds in the exchange before this rank sent its whole message
+    waited: float = 0.0  # seconds in the exchange before the sender sent its whole message
 
 
 class Word(NamedTuple):

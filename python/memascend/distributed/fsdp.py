@@ -482,7 +482,7 @@ class LocalRows(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Returns the gathered parameter, which uses the memory of the gather."""
+        """Returns the gathered parameter, which uses the memory of the gather; None if `out` is given."""
         del metadata, param_dtype
         if out is not None:
             # `out` is the parameter from an earlier gather. It already uses the memory of the gather.

@@ -288,7 +288,7 @@ def begin(
     # `retire` locks each store that it reads, so only the ranks of the first replica get stores of dropped replicas.
     left = [] if folder is None or not opening.number or layout.replica else left_over(folder, layout, used)
     sharding.open_by(opening, left)
-    # A rank that is one commit ahead of other ranks opens the commit before its newest commit.
+    # With `opening.existing`, this rank opens the chosen commit, which may be older than its newest commit.
     return sharding, replace(own, existing=opening.existing), earlier
 
 

@@ -88,7 +88,7 @@ class Recorder:
         self.paths[-1].reach(units)
 
     def take(self, gradient: Gradient) -> bool:
-        """Records the arrival of `gradient`; returns False, because the gradient stays in `p.grad`."""
+        """Records the arrival of `gradient`; returns False, because a recorder takes no gradient out of `p.grad`."""
         path, name = self.paths[-1], gradient.name
         values = gradient.values
         if name in path.arrivals:
@@ -285,7 +285,7 @@ class MicroBatch:
         self.stage = stage
 
     def pause(self, generators: Generators) -> None:
-        """Saves the random number states: another micro-batch computes next, with its own states."""
+        """Saves the random number states, so that another micro-batch can compute next with its own states."""
         self.states = generators.states()
 
     def finish(self, result: Any) -> None:

@@ -45,7 +45,7 @@ class GradientState(Enum):
     NONE = (0, "")
     # The gradient is in memory. step() has staged the update, but has not committed it.
     MEMORY_STAGED = (1, "staged")
-    # The gradient is on storage until step() uses it.
+    # The gradient is on storage. No staged or early update uses it.
     STORED = (2, "stored")
     # The gradient is on storage. The update that uses it is staged.
     STORED_STAGED = (3, "stored staged")

@@ -70,7 +70,7 @@ class Gradients:
         self.behind: set[str] = set()
         # Whether this step defers updates.
         self._defers = False
-        # True if a gradient has arrived or changed since the last step.
+        # True if a gradient has arrived or changed since the last step or `drop_all()`.
         self.fresh = False
         # Seconds that backwards spent in `_on_gradient()`, including waits for memory.
         self.handing_seconds = 0.0
@@ -350,7 +350,7 @@ class Gradients:
         return self.is_staged() and all(gradient.values is None for gradient in self.by_name.values())
 
     def is_staged(self) -> bool:
-        """True if a gradient has arrived or an update is staged since the last step."""
+        """True if a gradient has arrived or changed since the last step or `drop_all()`, or if an update is staged."""
         return self.fresh or self.has_updates
 
     @property
@@ -502,7 +502,7 @@ class Gradients:
         return [gradient.name for gradient in updated]
 
     def skip(self) -> None:
-        """Discards all updates that have begun, and ends the step; gradients stay where they are."""
+        """Discards all updates that have begun, and ends the step; gradients that are not used up remain."""
         self.engine.discard()
         for gradient in self.by_name.values():
             if gradient.state.begun:

@@ -232,7 +232,7 @@ class Backwards:
             self.seen_outside()
 
     def seen_outside(self) -> None:
-        """If this thread runs a backward, records this; otherwise marks an open backward as failed."""
+        """If this thread runs a backward, calls `enter()`; otherwise marks an open backward as failed."""
         if self.inside():
             self.enter()
         elif self._state in ("open", "delivers"):

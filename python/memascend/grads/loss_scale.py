@@ -62,7 +62,7 @@ class LossScale:
         self._good_steps = good_steps
 
     def update(self, overflowed: bool) -> None:
-        """Adjusts the scale after one step; `overflowed`: some gradient was not finite."""
+        """Adjusts a dynamic scale after one step; `overflowed`: some gradient was not finite."""
         if self.mode != "dynamic":
             return
         if overflowed:

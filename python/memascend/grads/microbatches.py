@@ -67,7 +67,7 @@ class _Sum:
         self.values = values
 
     def be_stored(self) -> None:
-        """Marks the first part as stored; further parts are added on storage."""
+        """Marks the sum so far as stored; `PartialSums` adds further parts on storage."""
         assert self.values is None
         self.stored = True
 
@@ -95,7 +95,7 @@ class PartialSums:
     # keeps all other sums on storage, and adds further parts to these sums on storage. With gradients="ram", all sums
     # stay in memory.
     limit: int
-    room: Callable[[int], None]  # waits until the engine's queue of gradients leaves room for the given bytes
+    room: Callable[[int], None]  # if `Accumulation.strict`, waits until the engine's queue has room for this many bytes
     stream: CallerStream  # the stream on which gradients are summed
     whole: bool  # True if no more gradients of the step are expected after this call
 
@@ -173,7 +173,7 @@ class PartialSums:
             self._add(found, values)
 
     def _sum_of(self, gradient: Gradient, own: MicroBatch) -> _Sum:
-        """Returns the sum to which micro-batch `own` adds its part; a new one if no part has arrived."""
+        """Returns the open sum to which micro-batch `own` adds its part; a new sum if none is open."""
         found = self._open.get(gradient.name)
         return found or _Sum(gradient, max(self.course.arrivals.get(gradient.name, -1), int(own.stage)))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memascend.grads.gradient import Gradient
 
 
-# A pair: whether a gradient has a value that is not finite, and the gradient's squared norm.
+# A pair, for one gradient or for several: whether a value is not finite, and the squared norm.
 Numbers = tuple[bool, Squares]
 # The measure of a gradient: `Numbers`, or tensors that may still be on a device. The tensors are a row of sums or, for
 # dtypes without kernels, a pair.

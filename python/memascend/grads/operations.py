@@ -32,7 +32,7 @@ def _is_scalar(value: object) -> bool:
 
 
 def is_recordable(name: str, arguments: list[Any]) -> bool:
-    """True if the operation is elementwise with these arguments; `name` has no "_foreach_" prefix."""
+    """True if `_RECORDABLE` has `name` (without a "_foreach_" prefix), and all arguments are scalars."""
     return name in _RECORDABLE and all(_is_scalar(argument) for argument in arguments)
 
 

@@ -252,7 +252,7 @@ def copy_of_one(
 def changes_alone(
     begin: SharedValues, copy: torch.optim.Optimizer, group: int, run_mode: RunMode
 ) -> dict[SharedName, Any]:
-    """Returns the shared values that `copy` changed; `copy` has one parameter, in group number `group`."""
+    """Returns the shared values, except scratch, that `copy` changed; `copy` has one parameter, in group `group`."""
     after = SharedValues.of(copy)
     if run_mode.omits:
         after = SharedValues(after.attributes, [*begin.groups[:group], *after.groups, *begin.groups[group + 1 :]])

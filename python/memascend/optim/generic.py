@@ -78,7 +78,7 @@ class OwnUpdate:
             self.group = 0
         else:
             self._begin = shared.copy()
-        # The scalars of the state before the update. Each chunk is updated with a copy of these scalars.
+        # If there are several chunks: the scalars of the state before the update. Each chunk gets a copy of them.
         self._scalars: dict[str, torch.Tensor] = {}
 
     def __call__(self, chunk: Chunk) -> None:
@@ -250,7 +250,7 @@ class Runs:
     """
 
     optimizer: torch.optim.Optimizer
-    examples: dict[SharedName, Any]  # values that steps change, as a step leaves them: `restore` needs their types
+    examples: dict[SharedName, Any]  # an example of each value that steps change: `restore` needs its type
     run_mode: RunMode
     first_group: int  # the number of the optimizer's first group among the groups of all optimizers
 

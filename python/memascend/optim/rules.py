@@ -159,7 +159,7 @@ class EngineRule(_Rule):
         return adam_state(meta) if self._form is None else state_tensors(meta, self._form, self.kind)
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Returns the optimizer's existing state and the number of updates that made it."""
+        """Returns the optimizer's existing state, and the number of updates that made it; for SGD, 1 or 0."""
         state = self.code.optimizer.state.get(self.parameter) or {}
         names = ("exp_avg", "exp_avg_sq", "momentum_buffer")
         found = {name: self._laid_out(state[name]) for name in names if state.get(name) is not None}
@@ -236,7 +236,7 @@ class OwnRule(_Rule):
         return state_tensors(self._empty("meta"), self.format, "momentum")
 
     def initial(self) -> tuple[dict[str, torch.Tensor], int]:
-        """Returns the optimizer's existing state and the number of updates that made it."""
+        """Returns the optimizer's existing state, and the number of past updates; see `import_state`."""
         return import_state(self.code.optimizer, self.parameter, self.layout)
 
     def options(self) -> dict[str, Any]:
@@ -475,7 +475,7 @@ class Arithmetic:
         self.seed = int(stored["seed"])
 
     def require_members(self, stored: Mapping[str, Any] | None, where: str) -> None:
-        """Rejects a commit that was made with other optimizers, or whose groups had other parameters."""
+        """Rejects a commit that was made with other joined optimizers, or whose groups had other parameters."""
         stored = stored or {}
         require_roster(self._roster, stored.get("members") or [], where)
         self._owners.require_same(len(stored.get("groups") or []), stored.get("owners") or [], where)

@@ -323,7 +323,7 @@ def put(home: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def restored(value: Any, like: Any) -> Any:
-    """Converts a value from JSON to the type of the earlier value, `like`."""
+    """Converts a value from JSON to tensors and tuples where the earlier value, `like`, has tensors and tuples."""
     if isinstance(like, torch.Tensor) and value is not None:
         return torch.full_like(like, value)
     if isinstance(like, list | tuple) and isinstance(value, list):

@@ -333,7 +333,7 @@ def _owners(model: torch.nn.Module) -> dict[int, list[_Owned]]:
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
-    """Forward pre-hook: enters the module, unless its units are materialized already."""
+    """Forward pre-hook: enters the module, unless its units are materialized and no case below applies."""
     del args
     state: Any = module._forward_hooks_always_called.get(_KEY)  # type: ignore[call-overload] # noqa: SLF001
     if state is None:

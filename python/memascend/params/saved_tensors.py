@@ -107,7 +107,7 @@ class SavedTensorHooks:
             self.pop()
 
     def note_of(self, tensor: torch.Tensor) -> Note | None:
-        """Returns the note for a tensor; None if the tensor's memory belongs to no unit."""
+        """Returns the note for a tensor in a unit, or for a parameter whose data are a copy; None for other tensors."""
         try:
             # Without this guard, a parameter with its placeholder class would return the storage of a copy.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001

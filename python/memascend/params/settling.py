@@ -73,7 +73,7 @@ class Settling:
             self._usual, self._unusual, self._since = None, 0, 0
 
     def _choose(self) -> None:
-        """Switches the way for the next trial, or chooses the faster way after the last trial."""
+        """Chooses the way of the next trial or, after the last trial, the faster way."""
         if any(len(taken) < _TRIALS for taken in self._taken.values()):
             self.way = "forward" if len(self._taken["forward"]) < len(self._taken["backward"]) else "backward"
             return

@@ -162,7 +162,7 @@ class CachedUnit:
         return view_of(storage, place.dtype, place.offset // size, place.shape, place.stride)
 
     def train(self) -> None:
-        """Records that a commit has changed the values on storage, so that the bytes in memory are stale."""
+        """Begins the next version of the values, because a commit has changed them; sets `trained`."""
         self.version += 1
         self.fetched = 0
         self.trained = True
@@ -186,7 +186,7 @@ class CachedUnit:
             ]
 
     def note_written(self) -> None:
-        """Empties `written` until code writes to a parameter again."""
+        """Makes `written` empty until code writes to a parameter again."""
         for place in self.places:
             place.note_version()
 

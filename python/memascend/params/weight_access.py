@@ -145,13 +145,13 @@ class TrackedCopy:
         return uses(self.values) > uses_of_one() + self._sharing_count - 1
 
     def compare(self) -> bool:
-        """True if the values changed since the last call, so that each change is reported once."""
+        """True if the values changed since the last call or, in the first call, since the copy was made."""
         before, self.seen = self.seen, checksum(self.values, self.place)
         return before != self.seen
 
 
 class _Stale(NamedTuple):
-    """Memory that other code still uses, with the values that a weight had before a commit."""
+    """Memory that other code still uses, with values that weights had before a commit."""
 
     unit: CachedUnit
     place: Place | None  # the parameter in the memory; None if the memory has all parameters of the unit

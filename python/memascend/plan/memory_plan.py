@@ -190,7 +190,7 @@ class RamTier:
 
     names: tuple[str, ...] = ()  # the names of the records
     nbytes: int = 0  # bytes of values and state
-    gradients: int = 0  # bytes of gradients that wait for `step()`
+    gradients: int = 0  # bytes of gradients that wait for `step()`; 0 with gradients="ram"
     # The names of the units whose values are all in the RAM tier. Modules compute with these values in place, so these
     # units need no slot.
     units: frozenset[str] = frozenset()
@@ -205,7 +205,7 @@ class RamTier:
 
     @property
     def room(self) -> int:
-        """Bytes of the RAM tier, including gradients."""
+        """Bytes of the RAM tier, including `gradients`."""
         return self.nbytes + self.gradients
 
 
@@ -472,7 +472,7 @@ def choose(planner: MemoryPlanner, steps: Sequence[MemorySplit], budget: int, de
         if fits(more):
             chosen = more
             break
-    # Last, add memory for reading the next whole parameter during an update.
+    # Then add memory for reading the next whole parameter during an update.
     more = chosen.with_next(comfortable.whole_next_bytes)
     chosen = more if fits(more) else chosen
     if device_budget is not None and device_budget >= comfortable.device_peak:

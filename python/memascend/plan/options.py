@@ -273,7 +273,7 @@ class Options:
 
 
 def _require_possible(name: str, path: object) -> None:
-    """Raises ConfigError if `path`, the value of the option `name`, is not a possible path of a file."""
+    """Raises ConfigError if `path`, a value of the option `name`, is a path that no file can have."""
     why = refusal_of(path) if isinstance(path, (str, os.PathLike)) else None
     if why is not None:
         raise ConfigError(f"{name} is not a valid path ({why}): {os.fspath(path)!r:.80}. Pass another path")  # type: ignore[call-overload]

@@ -205,7 +205,7 @@ class Plan(MemorySplit):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that a step need not move because of the RAM tier."""
+        """How many bytes fewer a step moves than with the budget `comfortable` and no RAM tier; at least 0."""
         return max(0, self.without.total - self.moved_bytes)
 
     @property

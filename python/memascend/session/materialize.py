@@ -281,7 +281,7 @@ def _taken(
 
 
 def _settle(edits: Edits, edit: Edit | None, values: dict[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
-    """Stages changed values if there is an `edit`; returns the tensors to which user code still refers."""
+    """Stages changed values if there is an `edit`; returns tensors of unchanged shape that user code still holds."""
     kept = set(others_hold(values))
     found = []
     if edit is not None:
@@ -335,7 +335,7 @@ def _written(units: list[CachedUnit], checksums: Mapping[str, str]) -> str | Non
 
 
 def is_materialized(model: torch.nn.Module) -> bool:
-    """True if the module, or one of its submodules, is inside a block of `materialized()`."""
+    """True if `model`, or one of its submodules, is the model of an open block of `materialized()`."""
     return any(module in _MATERIALIZED for module in model.modules())
 
 
@@ -413,7 +413,7 @@ class Saving:
         line = exchange.line
 
         def do_part() -> bool:
-            """Does this rank's part of the writing; returns False if rows did not arrive."""
+            """Does this rank's part of the writing. If rows did not arrive, returns False, or raises on a timeout."""
             try:
                 if not sharding.layout.rank:
                     write(whole_records(own, sharding.rows), partial(shares.fill, own))

@@ -337,7 +337,7 @@ def _begun(
 def _resources(
     subject: Subject, plan: Plan, opened: tuple[Store, Engine], folders: Sequence[Path], undo: contextlib.ExitStack
 ) -> Resources:
-    """Allocates the memory of units, and opens the files for checkpointed activations."""
+    """Allocates the memory of units; opens files for checkpointed activations if `activations=` moves them."""
     store, engine = opened
     memory: UnitMemory
     if subject.device is None:

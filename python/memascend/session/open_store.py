@@ -265,7 +265,7 @@ class FirstValues:
     """Checks first values and writes them to a new store, or reads values back from an existing store."""
 
     def __init__(self, subject: Subject, undo: contextlib.ExitStack) -> None:
-        """Opens `weights=`, and gives memory to buffers on meta; `undo` reverts this if `offload()` fails."""
+        """Opens the weights, if any; replaces buffers on meta; `undo` puts them back if `offload()` fails."""
         self._subject = subject
         self._undo = undo
         self._meta_buffers = MetaBuffers(subject.model)
@@ -354,7 +354,7 @@ class FirstValues:
         return _hyperparameters(store)
 
     def _undo_buffer(self, name: str) -> None:
-        """If `offload()` fails, the buffer gets its present values back."""
+        """Makes `undo` give the buffer its present values back if `offload()` fails."""
         target = self._subject.buffers.target(name)
         self._undo.callback(target.copy_, target.clone())
 

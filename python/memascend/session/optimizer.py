@@ -71,7 +71,7 @@ def refuse_other_state() -> NoReturn:
 
 
 def session_of(optimizer: OffloadedOptimizer) -> Session:
-    """Returns the session of an optimizer, for other packages of memascend (trainer, cli)."""
+    """Returns the session of an optimizer, for other modules of memascend."""
     return optimizer._session  # noqa: SLF001
 
 
@@ -83,7 +83,7 @@ class OffloadedOptimizer(Closing, torch.optim.Optimizer):
     """
 
     def __init__(self, original: torch.optim.Optimizer, session: Session) -> None:
-        """Takes the place of `original` in the loop, and passes calls on to `session`."""
+        """Makes this optimizer take the place of `original` in the loop, and pass calls on to `session`."""
         # torch's constructor gets only the first group, because the constructor rejects a list in which some groups
         # have parameter names and other groups do not.
         super().__init__(original.param_groups[:1], original.defaults)

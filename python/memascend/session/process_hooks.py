@@ -102,7 +102,7 @@ def _of_a_copy(method: Callable[..., Any]) -> Any:
 
 
 def _set_data(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Sets `parameter.data`; rejects the assignment if the parameter is offloaded."""
+    """Sets `parameter.data`; of an offloaded parameter, accepts only the parameter itself as `values`."""
     if "_memascend" in parameter.__dict__ and values is not parameter:
         place = parameter.__dict__["_memascend"]
         raise refused_write("a parameter" if place is None else place.name, "given other memory through .data")

@@ -54,7 +54,7 @@ class AllRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Memory, traffic and times of a run since `offload()` returned. `str()` is a table."""
+    """Memory, traffic and times of a run since `offload()` returned. `str()` returns tables and sentences."""
 
     owners: dict[str, Owner]  # host memory by owner
     budget: int  # the budget of host memory in force, in bytes

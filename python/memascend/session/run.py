@@ -215,7 +215,7 @@ class Metadata:
         }
 
     def set_user_state(self, value: Any) -> None:
-        """Sets the user's JSON value, which the next commits store."""
+        """Sets the user's JSON value, which the next steps commit."""
         try:
             size = len(json.dumps(value).encode())
         except (TypeError, ValueError) as error:

@@ -233,7 +233,7 @@ class Schedule:
             self._warn_of_others(optimizers)
 
     def _require_own(self) -> None:
-        """Rejects a scheduler that other code advanced since the last step."""
+        """Rejects a scheduler that other code changed since the last step."""
         found = self._changed()
         if found:
             raise UsageError(
@@ -452,7 +452,7 @@ def _load(scheduler: Any, entries: Mapping[str, Any]) -> None:
 
 
 def _set(state: Any, path: Sequence[str], value: Any) -> None:
-    """Sets the entry of a state dict at a path from `_leaves`; does nothing if the path does not exist."""
+    """Sets the entry of a state dict at a path of `_entries`; does nothing if a parent or a list item is missing."""
     *parents, name = path
     try:
         for part in parents:

@@ -58,7 +58,7 @@ class Edits:
     run: Run
     _exchange: Exchange | None  # exchanges messages between the ranks; None for one process
     _repeated: float = 0  # the number of further blocks whose changes are dropped; see `repeat`
-    _repeated_after: int = 0  # blocks are dropped while this is the number of committed steps
+    _repeated_after: int = 0  # `_repeated` has an effect only while `Metadata.step` is this number
 
     def repeat(self, blocks: int | None) -> None:
         """Drops the changes of the next `blocks` blocks, but only until the next step is committed.

@@ -291,7 +291,7 @@ class Commit:
     """The result of verifying one commit of a store."""
 
     generation: int | None  # number of the commit; None if its root is damaged
-    step: int | None  # number of committed steps; None if its root or its catalog is damaged
+    step: int | None  # number of committed steps; None if the commit's root or catalog is damaged
     extents: int  # number of extents, and of chunks of the gradient log, with a correct checksum
     nbytes: int  # bytes of these extents and chunks
     damages: list[str]  # descriptions of the first damages

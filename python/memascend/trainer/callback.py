@@ -160,7 +160,7 @@ class Callback(TrainerCallback):
             self._watch(others["model"])
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Adds memascend's files to a checkpoint, unless the checkpoint has those of this step already."""
+        """Without `save_only_model`, adds memascend's files to a checkpoint that lacks those of this step."""
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self._session is None or args.save_only_model or not folder.is_dir():
             return

@@ -98,7 +98,7 @@ def _model(model: Any) -> dict[str, Any]:
 
 
 def _flat(title: str, values: Mapping[Any, Any], left_out: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of nested dicts, each with its dotted name."""
+    """Yields the entries of nested dicts, each with its dotted name, except entries with a name in `left_out`."""
     for name, value in values.items():
         if name in left_out:
             continue
@@ -304,7 +304,7 @@ def require_same(kept: Mapping[str, Any], run: Mapping[str, Any], trainer: Any) 
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Returns the names whose values differ. Ignores names that only one of the descriptions has."""
+    """Returns names whose values differ. Ignores a name that one side lacks, unless that side has a dict instead."""
     found = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for one, other in ((before, now), (now, before)):
         # If a value was replaced by a dict, or a dict by a value, one side has "name" and the other side has

@@ -28,7 +28,7 @@ _BYTES_MAX = 56 << 10
 # TRL's Trainers log averages of lists that have one number for each micro-batch. `_summed()` sums lists longer than
 # this.
 _NUMBERS_MAX = 256
-# `encoded()` does not shorten a list that has fewer entries than this.
+# `encoded()` does not shorten a list of a callback or of a kept attribute that has fewer entries than this.
 _SHORTEST = 16
 # The largest number of log lines in a position. Each step encodes and writes the position: 300 lines usually fit, and
 # encoding 10,000 lines took 0.1 s.

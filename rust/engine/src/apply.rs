@@ -49,7 +49,7 @@ pub type Function = dyn Fn(Chunk) -> std::result::Result<(), Cause> + Send + Syn
 /// How the engine passes a record to a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FunctionInput {
-    /// The engine calls the function once for each chunk.
+    /// The engine calls the function once for each chunk, and once for a record without elements.
     InChunks,
     /// The engine calls the function once, with the whole record.
     Whole,
@@ -183,7 +183,7 @@ impl Apply {
         Ok(Self { asked, kept: None, whole_bytes: needed, live: None, in_memory: false, others, all })
     }
 
-    /// Sets the kept gradient, from which the job takes the gradient of the record.
+    /// Sets `kept`. If `kept` is `Some`, the job takes the gradient of the record from `kept`.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }

@@ -1,4 +1,4 @@
-//! Counts the jobs and bytes of an engine, and measures the time that it spends.
+//! Defines the counters of an engine: its jobs and bytes, and the time that it spends.
 
 use std::time::Duration;
 

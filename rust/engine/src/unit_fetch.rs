@@ -190,7 +190,7 @@ impl UnitParts {
 }
 
 impl<B: Buffer + Sync> UnitFetch<B> {
-    /// True if all reads and jobs of the fetch have ended, with or without an error. Never waits for them.
+    /// True only if all reads and jobs of the fetch have ended, with or without an error. Never waits for them.
     #[must_use]
     pub fn is_done(&self) -> bool {
         // If the lock is taken, another thread is in `wait` or in this function: report that the fetch is not done yet.

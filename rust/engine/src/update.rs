@@ -61,7 +61,7 @@ impl KernelUpdate {
         Ok(Self { source, kept: None, spill: None, live, rule })
     }
 
-    /// Sets the kept gradient, from which the update takes the gradient of the record.
+    /// Sets `kept`. If `kept` is `Some`, the update takes the gradient of the record from `kept`.
     pub(crate) fn by_kept(self, kept: Option<Arc<Kept>>) -> Self {
         Self { kept, ..self }
     }

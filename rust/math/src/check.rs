@@ -202,7 +202,7 @@ impl Sum {
             for part in parts {
                 self.squares.add(part);
             }
-            // The next iteration sums the values below `floor`, which are too small for these lanes.
+            // The next iteration sums the squares of the values below `floor`, which are too small for these lanes.
             peak = if low < floor { peak_below(block, floor) } else { 0 };
             all = false;
         }

@@ -11,7 +11,7 @@ pub struct Momentum {
     /// Factor of the former momentum. If this factor is 0, the step uses no momentum, and a stored momentum stays
     /// unchanged.
     pub momentum: f64,
-    /// The gradient is added to the momentum with the factor `1 - dampening`.
+    /// Each update but the first adds the gradient to the momentum with the factor `1 - dampening`.
     pub dampening: f64,
     /// Weight decay, at least 0. The step adds the parameter times this factor to the gradient.
     pub weight_decay: f64,

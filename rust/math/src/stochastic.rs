@@ -45,7 +45,7 @@ impl Stochastic for F16 {
     fn rounded(value: f32, drawn: u16) -> Self {
         let bits = value.to_bits();
         let magnitude = bits & !SIGN;
-        // A normal number drops 13 bits, so 13 of the 16 drawn bits suffice.
+        // `rounded` drops 13 bits of a normal number, so 13 of the 16 drawn bits suffice.
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(u32::from(drawn >> 3)) >> 13;
         // The next lines scale `small` to units of 2^-40, of which 2^16 make one unit of denormals. Numbers that are
         // not denormal count as 0, to stay in range.

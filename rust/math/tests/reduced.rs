@@ -283,7 +283,7 @@ fn check(form: Form, rule: &Rule, len: usize, seed: u64, at_end: bool, wild: boo
                     assert!(!form.has_second || round_stochastic(v, got.2, false), "{form:?} {i}: {v:e} {got:?}");
                     assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan());
                 }
-                // For 8-bit codes, this function checks only the sign. Tests that compare with torch check the codes.
+                // Checks only the sign of the second moment. Tests that compare with torch check the 8-bit codes.
                 Moment::Blocks => assert!(!form.has_second || got.2 >= 0.0 || got.2.is_nan()),
             }
         }

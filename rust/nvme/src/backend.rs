@@ -35,7 +35,7 @@ pub enum BackendKind {
 }
 
 impl BackendKind {
-    /// Returns the backend's name, spelled as in the option `backend=` and in reports.
+    /// Returns the backend's name in reports. The option `backend=` gives `io_uring` and the threads the same names.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

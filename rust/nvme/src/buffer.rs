@@ -1,4 +1,4 @@
-//! The memory that an operation may own: a lease, a vector, or a range of a shared buffer.
+//! The memory that an operation may own, such as a lease, a vector, or a range of a shared buffer.
 
 use std::{ptr::NonNull, sync::Arc};
 

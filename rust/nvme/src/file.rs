@@ -33,7 +33,7 @@ const OTHERS_BITS: u32 = 0o077;
 /// The state of a file before it was created, grown or made private. `restore` restores this state.
 #[derive(Debug)]
 pub(crate) struct Undo {
-    /// Length in bytes when the file was opened; `None` if `claim` created the file.
+    /// Length in bytes when `claim` locked the file; `None` if `claim` created the file and the length was still 0.
     length_before: Option<u64>,
     /// Permission bits before `make_private` changed them; `None` if the bits did not change.
     pub(crate) mode_before: Option<u32>,
@@ -191,10 +191,10 @@ pub(crate) fn open(path: &Arc<Path>, flags: libc::c_int, may_create: bool) -> io
     }
 }
 
-/// What a file is used for. `make_private` rejects a fresh file that belongs to another user.
+/// What a file is used for. The use decides which files of other users `make_private` rejects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Privacy {
-    /// A file that is about to be written. The file must belong to this user.
+    /// A file that is about to be written. Unless this process has just created the file, it must belong to this user.
     Fresh,
     /// A file with data to keep. The file may belong to another user, but `make_private` fails if other users would
     /// keep access.

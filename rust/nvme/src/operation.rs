@@ -157,7 +157,7 @@ pub(crate) struct Operation {
 struct Progress {
     done: bool,
     error: Option<Error>,
-    /// True once a caller has received the result, or `unclaimed` has the error.
+    /// True once a caller has received the result, or `unclaimed` has this error or an earlier error.
     reported: bool,
     /// True once the ticket was dropped.
     dropped: bool,
@@ -326,7 +326,7 @@ impl Operation {
         progress.done.then(|| progress.error.clone().map_or(Ok(()), Err))
     }
 
-    /// Records that the ticket was dropped; the operation continues.
+    /// Records that the ticket was dropped. Does not stop the operation.
     pub(crate) fn ticket_dropped(&self) {
         let mut progress = self.progress.lock();
         progress.dropped = true;

@@ -86,7 +86,8 @@ pub(crate) fn has_its_name(
     let Some(pending) = Name::Pending.path(path) else { return Ok(true) };
     let remove = || fs::remove_file(&pending).map_err(|error| Error::system(&Arc::from(&*pending), "unlink", &error));
     if name == Name::Own {
-        // A process that was killed between link and unlink left both names: remove the pending name.
+        // A process whose unlink failed, or that was killed between link and unlink, left both names: remove the
+        // pending name.
         if file.metadata().is_ok_and(|ours| ours.nlink() > 1) && is_at(&pending, file) {
             remove()?;
         }
@@ -164,7 +165,7 @@ fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
 fn link_new(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
         Ok(()) => {
-            // If the unlink fails, `has_its_name` removes the pending name when the file is opened next.
+            // If the unlink fails, the next `claim` with `Missing::MakePending` removes the pending name.
             drop(fs::remove_file(from));
             Ok(())
         }

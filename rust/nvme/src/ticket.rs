@@ -52,7 +52,8 @@ impl<B: Buffer> Ticket<B> {
         self.operation.wait(&mut wait)
     }
 
-    /// Returns the number of bytes moved, or the error; `None` while the operation is in flight.
+    /// Returns the number of bytes moved, or the error; `None` while the operation is in flight. In a forked child,
+    /// always returns [`Error::Forked`].
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "the length of a buffer is a usize")]
     pub fn outcome(&self) -> Option<Result<usize>> {

@@ -36,7 +36,7 @@ type Tensor = (usize, usize, Py<PyAny>);
 /// scale, maximize, seed.
 pub(crate) type Numbers = (f64, (f64, f64), Option<f64>, f64, bool, u64, f64, bool, u64);
 
-/// The largest number of bytes of gradients in the queue, by default.
+/// The default largest number of bytes of callers' tensors, such as gradients, in queued and running jobs.
 const QUEUE_BYTES: usize = 256 << 20;
 /// The default number of staging chunks. With twelve chunks, a disk is about as fast as with pure I/O. With four
 /// chunks, it is only 0.8 times as fast.
@@ -278,7 +278,7 @@ impl Engine {
         Ok(UnitParts::new(parts, checkers))
     }
 
-    /// Starts the updates of records in RAM that are staged before the commit, then waits as `drain` does.
+    /// For records in RAM, starts those updates that the pipeline stages before a commit. Then waits as `drain` does.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         waiting(py, None, |wait| self.inner.finish(wait))
     }

@@ -65,7 +65,7 @@ pub(crate) fn config_error(py: Python<'_>, message: String) -> PyErr {
     exception(py, "ConfigError", message)
 }
 
-/// Makes the exception for a call that is not allowed now.
+/// Makes the exception for wrong use, such as a call that is not allowed now.
 pub(crate) fn usage_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "UsageError", message.into())
 }

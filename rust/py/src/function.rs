@@ -16,7 +16,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// tensors a moment after the operation has returned.
 const PATIENCE_MS: u32 = 500;
 
-/// Lends memory to a Python function during one call.
+/// Lends memory to Python. [`Lender::require_back`] checks that Python has dropped all lent buffers.
 #[derive(Default)]
 pub(crate) struct Lender(Arc<()>);
 

@@ -71,7 +71,7 @@ pub(crate) fn of_record<'py>(py: Python<'py>, store: &Store, index: usize) -> Py
     Ok(dict)
 }
 
-/// Returns the counts of fetches, bytes and waits since the store was opened.
+/// Returns the numbers of fetches, of bytes and of seconds of waiting since the store was opened.
 pub(crate) fn counters<'py>(py: Python<'py>, store: &Store) -> PyResult<Bound<'py, PyDict>> {
     let counters = store.counters();
     let moved = store.volume().stats();

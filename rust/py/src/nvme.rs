@@ -309,7 +309,8 @@ impl Ticket {
         outcome.or_raise(py)
     }
 
-    /// True once the operation has ended, successfully or not; `wait()` then returns or raises at once.
+    /// True once the operation has ended, successfully or not, and always in a forked child; `wait()` then returns or
+    /// raises at once.
     fn done(&self) -> bool {
         let done = self.inner.is_done();
         if done {

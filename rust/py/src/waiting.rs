@@ -48,7 +48,7 @@ pub(crate) fn interruptible<T: Send, E: IntoPyErr + Send>(
     calling(py, |calls| work(&mut || calls.keep_going()))
 }
 
-/// Runs `work` as [`interruptible`] does, and limits its waits by a timeout.
+/// Runs `work` as [`interruptible`] does, and limits the waits of `work` to `seconds`, if `seconds` is given.
 pub(crate) fn waiting<T: Send, E: IntoPyErr + Send>(
     py: Python<'_>,
     seconds: Option<Seconds>,

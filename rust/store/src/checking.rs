@@ -63,7 +63,8 @@ impl<B: Buffer + Sync + 'static> Checkers<B> {
         self.threads.len()
     }
 
-    /// Queues a part. A thread verifies the part once the part's reads have ended.
+    /// Queues a part. A thread verifies the part once the part's reads have ended. If no thread could be started,
+    /// queues nothing, and [`Checking::wait`] verifies the part.
     #[must_use]
     pub fn check(&self, part: PartFetch<B>) -> Checking<B> {
         if self.threads.is_empty() {

@@ -227,7 +227,7 @@ impl Store {
         Ok(())
     }
 
-    /// Notes the damaged copies in `to_repair`. The next commit repairs these copies.
+    /// Notes the damaged copies in `to_repair`. The next commit tries to repair these copies.
     pub(crate) fn note_damaged_copies(&self) -> Result<()> {
         *locked(&self.to_repair) = self.damaged_copies()?;
         Ok(())

@@ -37,7 +37,7 @@ pub enum Format {
 pub enum Master {
     /// In the record's values if they are float32. In the state tensor `master` if the values have 16 bits.
     Own,
-    /// In two parts: the bfloat16 values, and the state tensor `rest`.
+    /// In the bfloat16 values, the state tensor `rest`, and one bit per element that marks a value that was rounded up.
     Compact,
     /// The record has no master weights.
     None,

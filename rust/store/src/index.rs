@@ -66,7 +66,7 @@ impl Pending {
         matches!(self, Self::Staged | Self::Snapshot { .. } | Self::Settled)
     }
 
-    /// True if the slot that is not live is staged with the state of the RAM tier.
+    /// True if the staging of the slot that is not live, with the state of the RAM tier, has begun.
     pub(crate) fn is_snapshot(self) -> bool {
         matches!(self, Self::Snapshot { .. })
     }

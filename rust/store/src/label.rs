@@ -31,11 +31,11 @@ pub(crate) enum Found {
     Label(Label),
     /// Zeros only.
     Blank,
-    /// Bytes that do not begin with [`MAGIC`].
+    /// Bytes that do not begin with [`MAGIC`], or fewer bytes than a sector.
     Foreign,
     /// A label whose version of the format is not [`VERSION`].
     Version(u32),
-    /// A label with a wrong checksum or impossible fields; the string gives the reason.
+    /// A label with a wrong checksum or impossible fields, or an unreadable page; the string gives the reason.
     Damaged(Malformed),
 }
 

@@ -31,7 +31,7 @@ const DEPTH: usize = 16;
 pub(crate) struct RamTier {
     memory: Shared,
     records: BTreeMap<usize, RamTierRecord>,
-    /// The range in `memory` of the values of each unit whose records are all in RAM.
+    /// For each unit whose records with values are all in RAM, the range of these values in `memory`.
     units: BTreeMap<usize, Range<usize>>,
     /// The process that allocated `memory`: a forked child sees zeros in this memory.
     maker: Maker,

@@ -142,7 +142,8 @@ impl<B: Buffer> ExtentRead<'_, B> {
         if matches!(self.source, Source::Storage(_)) { self.place.1 } else { 0 }
     }
 
-    /// Waits for the device, checks the extent, and returns the buffer and the version of the extent.
+    /// Waits for the device, and returns the buffer and the version of the extent. Checks the extent, unless only the
+    /// RAM tier has this version.
     pub fn wait(self) -> Result<(B, u64)> {
         let Self { source, hold, extent, place } = self;
         let buffer = match source {

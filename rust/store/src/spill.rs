@@ -78,7 +78,7 @@ impl Spill {
         locked(&self.rooms)
     }
 
-    /// Gives each record a second place, in an area that begins at `offset` in the volume.
+    /// Gives each record that has a place a second place, in an area that begins at `offset` in the volume.
     pub(crate) fn add_places(&self, offset: u64) {
         self.second.get_or_init(|| offset);
     }

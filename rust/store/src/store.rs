@@ -115,7 +115,7 @@ pub struct Info {
     pub total_bytes: u64,
     /// Bytes of memory for the index, the description and the checksums of spilled gradients. Grows with the state.
     pub index_bytes: u64,
-    /// The part of `index_bytes` that the checksums of spilled gradients take.
+    /// The part of `index_bytes` for spilled gradients: their checksums and the state of their places.
     pub spill_index_bytes: u64,
     /// Bytes of memory for the catalog's buffers, the user's value and the hyperparameters.
     pub buffer_bytes: u64,

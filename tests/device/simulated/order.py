@@ -69,7 +69,10 @@ class Net(torch.nn.Module):
         self.side = torch.cuda.Stream()
 
     def uses(self, but=None):
-        """Returns the names of the weights that a forward without block `but` uses, in order."""
+        """Returns the names of the weights that a forward without block `but` uses, in order.
+
+        If the kind has "streams" in its name, each block runs on two streams, so the list has these names twice.
+        """
         found = [use for index, block in enumerate(self.blocks) if index != but for use in block.uses()]
         return found * 2 if "streams" in self.kind else found
 

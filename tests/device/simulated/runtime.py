@@ -57,7 +57,7 @@ def total(what):
 
 
 def faults():
-    """Returns a line for each forbidden use of CUDA so far."""
+    """Returns a line for each forbidden use of CUDA that `reset` has not cleared."""
     return _text(library.simulated_faults).splitlines()
 
 

@@ -43,7 +43,7 @@ def one_after_the_other(system: System, batches: list[Any]) -> Any:
 
 
 class InRam:
-    """Trains a 16-bit model with fp32 master weights, all in memory."""
+    """Trains a model with fp32 master weights, all in memory."""
 
     def __init__(self, model: Any, *, clip: float | None = None, scale: float | None = None) -> None:
         import torch

@@ -30,7 +30,7 @@ _TEXT_BYTES_MAX = 4 << 20
 
 
 def read_text() -> torch.Tensor:
-    """Returns bytes of Python's licence and sources. Each call returns the same bytes."""
+    """Returns bytes of Python's licence and sources, or of torch's sources. Each call returns the same bytes."""
     library = Path(sysconfig.get_path("stdlib"))
     # Some Pythons have their standard library in an archive instead of files. With such a Python, the text is torch's
     # sources.

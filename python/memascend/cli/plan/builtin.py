@@ -70,7 +70,7 @@ class _Sizes:
         self.vocabulary: int = config["vocab_size"]
         # The number of experts in a block. 0: the feed-forward part is dense.
         self.experts: int = config.get("num_local_experts", config.get("num_experts", 0))
-        # The number of experts that compute a token.
+        # The number of experts that compute a token. 1 if the feed-forward part is dense.
         self.chosen: int = config.get("num_experts_per_tok", 1)
 
     @property

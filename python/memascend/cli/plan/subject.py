@@ -69,7 +69,7 @@ class Trace:
     backward: int  # the operations of the backward, including the forward that activation checkpointing repeats
     peak: int  # the largest number of bytes that torch takes; each gradient is freed when the gradient is complete
     held: dict[str, int]  # the bytes at the peak by kind: logits, gradients, activations
-    kept: int  # bytes that the forward keeps for the backward
+    kept: int  # bytes of activations, without logits, that the forward keeps for the backward
     recomputes: bool  # True if activation checkpointing is on
     loss: Loss = "full"  # the loss that was traced: "full" instead of "chunked" if the model has no suitable LM head
 

@@ -84,7 +84,7 @@ def train(command: Command) -> int:
 
 
 def _spare(trainer: Any, kind: str, options: Options) -> Spare:
-    """Returns the memory that the machine can spare. If the CPU computes, leaves room for torch's memory."""
+    """Returns the memory that the machine can spare. If the CPU computes, leaves room for torch's memory, if known."""
     if options.computes_on != "cpu":
         return Spare()
     try:
@@ -141,7 +141,7 @@ def batch_of(trainer: Any, kind: str, *, on_host: bool) -> Batch:
 
 
 def _traced(trainer: Any, kind: str, options: Options) -> Trace | str:
-    """Returns the trace of one micro-batch of the Trainer, or the reason why the model cannot be traced."""
+    """Returns the trace of one micro-batch of the Trainer, or the reason why there is no trace."""
     if not getattr(trainer.args, "max_length", None):
         return "pass --max_length to estimate it"
     if trainer.args.world_size > 1:
@@ -193,7 +193,7 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
 
 
 def _report_stop(trainer: Any, existing: str | None) -> None:
-    """Closes the optimizer, and prints on the first rank of each machine how to continue after a stop."""
+    """Closes the optimizer, and prints how to continue. With a Trainer, only the first rank of each machine prints."""
     where = "before the training began: run the same command to start the training"
     # A command with another value of --existing would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"

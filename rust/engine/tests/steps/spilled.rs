@@ -50,7 +50,7 @@ fn numbers(step: u64) -> Hyperparameters {
     Hyperparameters { weight_decay: 0.0, grad_scale: 1.0, ..adam(1e-2, step) }
 }
 
-/// Spills the sum of three gradients for each record, then updates each record by its sum.
+/// Spills the sum of three gradients for each record, then updates each record by half of its sum.
 fn step(engine: &Engine) -> memascend_engine::Result<()> {
     for record in 0..NAMES.len() {
         spill(engine, record, 1.0, false)?;

@@ -104,7 +104,7 @@ pub(crate) type State = BTreeMap<usize, Contents>;
 /// The kind of a commit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Act {
-    /// A step in which most records have a gradient.
+    /// A step in which most records of `LOGGED` have a gradient.
     Step,
     /// A commit that gives new contents to some records, without an update.
     Written,
