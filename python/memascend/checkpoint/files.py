@@ -318,7 +318,8 @@ class Names:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._first: dict[str, str] = {}
-        # Each name of a tied tensor, except the first name -> the tensor's first name.
+        # Maps each further name of a tied tensor to the tensor's first name. Both are names as in a state dict. Leaves
+        # out names of non-persistent buffers.
         self.tied: dict[str, str] = {}
         # The names of non-persistent buffers. A state dict does not contain these buffers, but files may.
         self._unsaved: set[str] = set()

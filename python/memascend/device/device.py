@@ -56,8 +56,8 @@ def failures_named(device: Device) -> Iterator[None]:
         raise
     except Exception as error:
         raise DeviceError(
-            f"{device.torch_device} failed: {error}. The storage still has the last committed step(): start a new "
-            'process, and call offload() with existing="resume"'
+            f"{device.torch_device} failed: {error}. Start a new process. If you passed storage=, the store still has "
+            'the last committed step(): call offload() with existing="resume". Otherwise, load what save() last wrote'
         ) from error
 
 

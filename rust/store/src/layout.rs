@@ -310,8 +310,8 @@ impl Layout {
         self.places.spill + self.in_spill(record)
     }
 
-    /// Returns the offset of a record's place for a spilled gradient from the start of the spill area. The place has
-    /// the same offset in the area of second places.
+    /// Returns the offset, from the start of the spill area, of the place for a record's spilled gradient. The record's
+    /// second place has the same offset from the start of the area of second places.
     pub(crate) fn in_spill(&self, record: usize) -> u64 {
         self.records[record].spill_at
     }
