@@ -520,14 +520,13 @@ def _common(seen: Mapping[int, dict[str, Any]], existing: Existing, remedy: str 
 
 def _without_newest(commits: set[tuple[int, str]]) -> set[tuple[int, str]]:
     """Returns the commits before the newest one. Raises ConfigError if the newest commit is the only one."""
-    newest = max(commits, default=None)
-    if len(commits) == 1:
-        assert newest is not None
+    ordered = sorted(commits)
+    if len(ordered) == 1:
         raise ConfigError(
-            f"commit {newest[0]} is the only commit that all ranks have, and existing='previous' opens an earlier "
+            f"commit {ordered[0][0]} is the only commit that all ranks have, and existing='previous' opens an earlier "
             "commit: pass existing='resume'; nothing was changed"
         )
-    return commits - {newest}
+    return set(ordered[:-1])
 
 
 def _listed(ranks: dict[int, str]) -> str:

@@ -405,8 +405,7 @@ class Resume:
         named |= {"resume_from_checkpoint": _FROM_STORE, "epochs_trained": self._epoch}
         with self._repeating():
             run(**named | {"steps_trained_in_current_epoch": self._passed})
-        # If the loop fetched no batch after the repeated step, the feed still has a position to resume at. Drop this
-        # position.
+        # If the loop fetched no batch after the repeated step, drop the position that the feed still has.
         self._feed.forget_position()
 
     @contextlib.contextmanager

@@ -102,7 +102,7 @@ def parse(words: Sequence[str]) -> Command:
     lacking = next((name for name in ("datasets", "trl") if importlib.util.find_spec(name) is None), None)
     if lacking is not None:
         raise ConfigError(f"{lacking} is not installed: {how_to_install('train')}")
-    if not given.get("config", ["present"]):
+    if given.get("config") == []:
         raise ArgumentError(None, "--config expects a file")
     config = _in_file(given.pop("config")[-1]) if "config" in given else {}
     needed = ["model", "output", "storage", *([] if "datasets" in config else ["data"])]
