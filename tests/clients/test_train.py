@@ -23,7 +23,7 @@ from support.small_folder import CHATML, GENERATION, make_model, make_tokenizer,
 from memascend.cli import main
 from memascend.cli.plan.model import trace
 from memascend.cli.train.arguments import OFFLOAD, parse
-from memascend.cli.train.training import _made, batch_of
+from memascend.cli.train.training import _made, _stop_reported, batch_of
 from memascend.errors import ConfigError
 from memascend.plan.options import Options
 
@@ -362,7 +362,7 @@ def test_evaluation_on_a_mixture_needs_held_out_examples(folder):
         (("--model", "nothing/at/all"), "--model nothing/at/all does not exist"),
         (("--columns", "prompt=q"), "but no 'q': correct --columns"),
         (("--load_in_4bit", "true"), "--load_in_4bit quantizes the model with bitsandbytes"),
-        (("--max_length", "4"), "no example of --data is left: each has no token with a loss within --max_length 4"),
+        (("--max_length", "4"), "no example for training is left: each has no token with a loss within --max_length 4"),
     ],
 )
 def test_train_rejects_invalid_options_before_it_creates_a_store(folder, capsys, more, message):
@@ -430,11 +430,26 @@ def test_examples_that_are_dropped_are_counted(folder, capsys, kind):
     write_rows(folder / "long.jsonl", [*short, *rows])
     assert main(["train", kind, *words(folder, "--max_length", 48, "--dry_run", rows="long.jsonl")]) == 0
     why = f"each {'is longer than' if kind == 'reward' else 'has no token with a loss within'} --max_length 48"
-    assert f"examples: 2 kept; 1 dropped of 3: {why}" in capsys.readouterr().out
+    dropped = f"1 dropped of 3: {why}"
+    assert f"examples: 2 kept; {dropped}\n" in capsys.readouterr().out
+    held_out = ("--eval", folder / "long.jsonl", "--eval_steps", 2)
+    assert main(["train", kind, *words(folder, "--max_length", 48, "--dry_run", *held_out, rows="long.jsonl")]) == 0
+    assert (
+        f"examples: 2 kept; 1 dropped of 3: {why}; for evaluation, 1 dropped of 3: {why}\n" in capsys.readouterr().out
+    )
     write_rows(folder / "long.jsonl", rows)
     assert main(["train", kind, *words(folder, "--max_length", 48, rows="long.jsonl")]) == 1
-    assert f"memascend train: no example of --data is left: {why}" in capsys.readouterr().err
+    assert f"memascend train: no example for training is left: {why}" in capsys.readouterr().err
     assert not (folder / "store").exists()
+
+
+def test_only_the_first_rank_of_a_machine_prints_where_the_training_stopped(monkeypatch, capsys):
+    for rank, says in ((None, True), ("0", True), ("1", False)):
+        if rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(KeyboardInterrupt), _stop_reported(None):
+            raise KeyboardInterrupt
+        assert capsys.readouterr().err.startswith("memascend train: stopped before the training began") == says
 
 
 KINDS = {

@@ -193,7 +193,7 @@ def _stop_reported(existing: str | None) -> Iterator[list[Any]]:
 
 
 def _report_stop(trainer: Any, existing: str | None) -> None:
-    """Closes the optimizer, and prints how to continue. With a Trainer, only the first rank of each machine prints."""
+    """Closes the optimizer, and prints how to continue. Only the first rank of each machine prints."""
     where = "before the training began: run the same command to start the training"
     # A command with another value of --existing would not resume from the store's last step.
     without = "" if existing in (None, "resume") else f" without --existing {existing}"
@@ -203,7 +203,7 @@ def _report_stop(trainer: Any, existing: str | None) -> None:
         # close() may write for a while and show its progress, so the message is printed afterwards.
         optimizer.close()
         where = f"after step {optimizer.steps}, which is committed: run the same command{without} to continue"
-    if trainer is None or trainer.is_local_process_zero():
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         for callback in [] if trainer is None else trainer.callback_handler.callbacks:
             if (bar := getattr(callback, "training_bar", None)) is not None:
                 # An open progress bar would be drawn again after the message.
@@ -263,11 +263,11 @@ def _made(command: Command, began: dt.datetime) -> tuple[Any, str | None]:
     tokenizer.chat_template = template
     _require_exact(trainer)
     words = _examples_in_words(trainer, command.kind, examples)
-    held = _require_some(trainer, "eval", held_out, trainer.eval_dataset)
-    return trainer, f"{words}; of --eval {held}" if words and held else words
+    held = _require_some(trainer, "evaluation", held_out, trainer.eval_dataset)
+    return trainer, f"{words}; for evaluation, {held}" if words and held else words
 
 
-def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
+def _require_some(trainer: Any, use: str, given: Any, kept: Any) -> str:
     """Describes how many examples TRL dropped; "" if TRL dropped none, or if the number is not known.
 
     Raises:
@@ -284,14 +284,14 @@ def _require_some(trainer: Any, option: str, given: Any, kept: Any) -> str:
     reason = f"is longer than {length}" if is_whole else f"has no token with a loss within {length}"
     if count == dropped:
         raise ConfigError(
-            f"no example of --{option} is left: each {reason}. Pass a larger --max_length, or shorter examples"
+            f"no example for {use} is left: each {reason}. Pass a larger --max_length, or shorter examples"
         )
     return f"{dropped:,} dropped of {count:,}: each {reason}"
 
 
 def _examples_in_words(trainer: Any, kind: str, given: Any) -> str | None:
     """Describes how many examples TRL kept, cut and dropped; None if the examples are a stream."""
-    dropped = _require_some(trainer, "data", given, trainer.train_dataset)
+    dropped = _require_some(trainer, "training", given, trainer.train_dataset)
     if isinstance(given, datasets.IterableDataset):
         return None
     kept, longest = trainer.train_dataset, getattr(trainer.args, "max_length", None)
