@@ -309,11 +309,13 @@ TRAIN := $(BIN)/python -m benchmarks.train --results benchmarks/results/train
 bench-train: setup ## The headline cells of training beside its peers: 20 minutes
 	$(TRAIN) --parts cells kept-curves --picture benchmarks/results/train.png | tee benchmarks/results/train.txt
 
-# The cells that README's table shows.
+# The cells that README's table shows. A processor without units for bfloat16 needs DTYPE=float32.
+DTYPE ?= bfloat16
 .PHONY: bench-readme
 bench-readme: setup ## README's table of what was measured: 20 minutes after `make peers`
-	$(TRAIN) --parts cells --workloads 125M-1x128 125M-8x1x128 125M-1x128-clip --systems torch memascend memascend-held \
-		zero-infinity zero-infinity-pipelined zero-offload fsdp2-offload | tee benchmarks/results/readme.txt
+	$(TRAIN) --parts cells --dtype $(DTYPE) --workloads 125M-1x128 125M-8x1x128 125M-1x128-clip --systems torch memascend \
+		memascend-held zero-infinity zero-infinity-pipelined zero-offload fsdp2-offload \
+		| tee benchmarks/results/readme$(if $(filter float32,$(DTYPE)),_float32).txt
 
 .PHONY: bench-full
 bench-full: setup ## All cells of training, ablation, curves, limits, reach: two hours; goes on where it was interrupted

@@ -13,7 +13,7 @@ from benchmarks.machine import described
 from benchmarks.peers import environment
 from benchmarks.train.ablation import ablation, ablation_table
 from benchmarks.train.cell.systems import SYSTEMS
-from benchmarks.train.cell.workload import WORKLOADS, on_device
+from benchmarks.train.cell.workload import WORKLOADS, adapted
 from benchmarks.train.code import commit
 from benchmarks.train.curves import CURVES, draw, points
 from benchmarks.train.judge import LOSS_TOLERANCE, judged
@@ -24,6 +24,7 @@ from benchmarks.train.results import Results
 from benchmarks.train.selection import FULL, HEADLINE, LIMITS, Cells
 from benchmarks.train.tables import notes, pictures, workload_table
 from memascend.errors import ConfigError, MemascendError
+from memascend.plan.hardware import SLOW, product_flops, slowdown
 from memascend.text import table
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workloads", nargs="+", choices=WORKLOADS, metavar="NAME", help="workloads, instead of those of the headline"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="the device that computes (cpu)")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="the dtype of models, but of those in fp16"
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="systems, instead of all")
     parser.add_argument(
         "--parts",
@@ -91,19 +95,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.steps < 1:
-        raise ConfigError("--steps must be at least 1")
-    if options.device != "cpu" and (options.full or set(options.parts or ()) - {"cells"}):
-        raise ConfigError("--device cuda works only for the part cells: omit the other parts and --full")
-    if not Path(options.storage).is_dir():
-        raise ConfigError(f"--storage {options.storage} is not a folder: pass a folder that exists")
+    parts = options.parts or (_PARTS if options.full else _PARTS[:1])
+    _require_possible(options, parts)
     launcher = Launcher(Path(options.storage), environment.found(options.deepspeed))
     bench = Bench(launcher, Results(Path(options.results), again=options.again), options.steps, _print_line)
     kept = Bench(launcher, Results(Path(options.results), measures=False), options.steps, _ignored)
     printed = _ignored if options.json else _print
     machine = described() | {"code": bench.code, "commit": commit()}
     values: dict[str, Any] = {"machine": machine, "loss_tolerance": LOSS_TOLERANCE}
-    for part in options.parts or (_PARTS if options.full else _PARTS[:1]):
+    for part in parts:
         if part == "cells":
             values["workloads"] = _cells(bench, options, printed)
         elif part == "ablation":
@@ -120,6 +120,24 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_possible(options: argparse.Namespace, parts: Sequence[str]) -> None:
+    """Raises ConfigError if the options contradict each other, or if a cell would take hours."""
+    if options.steps < 1:
+        raise ConfigError("--steps must be at least 1")
+    if not Path(options.storage).is_dir():
+        raise ConfigError(f"--storage {options.storage} is not a folder: pass a folder that exists")
+    usual = (options.device, options.dtype) == ("cpu", "bfloat16")
+    if not usual and set(parts) != {"cells"}:
+        raise ConfigError("--device cuda and --dtype float32 work only for the part cells: omit the others and --full")
+    if usual and set(parts) != {_KEPT}:
+        times = slowdown(options.dtype, product_flops(options.dtype))
+        if times >= SLOW:
+            raise ConfigError(
+                f"this processor computes {options.dtype} {times:,.0f} times slower than float32, so a cell would take "
+                "hours: pass --dtype float32, or DTYPE=float32 to make bench-readme"
+            )
+
+
 def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str, Any]:
     chosen: Cells = FULL if options.full else HEADLINE
     if options.workloads:
@@ -128,7 +146,7 @@ def _cells(bench: Bench, options: argparse.Namespace, printed: Any) -> dict[str,
         chosen = {name: tuple(options.systems) for name in chosen}
     measured: dict[str, dict[str, dict[str, Any]]] = {}
     for name, systems in chosen.items():
-        work = on_device(WORKLOADS[name], options.device)
+        work = adapted(WORKLOADS[name], options.device, options.dtype)
         measured[work.name] = judged({system: bench.cell(work, system) for system in systems})
         printed(workload_table(work, measured[work.name]))
     printed(f"losses, where compared, are within {LOSS_TOLERANCE:.0%} of in-memory torch's at every step\n{notes()}")

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from benchmarks.train.__main__ import main
 from benchmarks.train.cell.record import Record
-from benchmarks.train.cell.workload import WORKLOADS
+from benchmarks.train.cell.workload import WORKLOADS, adapted
 from benchmarks.train.code import code_hash
 from benchmarks.train.judge import bound, judged, loss_difference
 from benchmarks.train.launch import Launcher
@@ -26,6 +27,29 @@ def cell(losses=FALLING, step=1.0, added=100, **more):
     figures = {"read_per_parameter": 1.0, "written_per_parameter": 2.0, "counted_per_parameter": None}
     peaks = {"peak_bytes": 1000, "set_up_peak_bytes": 2000, "cgroup_peak_bytes": None}
     return {"losses": losses, "seconds": seconds, "mean": {}, "added_bytes": added} | figures | peaks | more
+
+
+def test_adapted_workload_is_named_by_what_differs():
+    assert adapted(WORK, "cpu", "bfloat16") == WORK
+    assert [adapted(WORK, "cuda", kind).name for kind in ("bfloat16", "float32")] == [
+        "4M-1x128-cuda",
+        "4M-1x128-cuda-float32",
+    ]
+    assert adapted(WORK, "cpu", "float32").dtype == "float32"
+    assert adapted(WORKLOADS["4M-fp16"], "cpu", "float32") == WORKLOADS["4M-fp16"]
+
+
+def test_processor_without_units_for_bfloat16_measures_no_cell_in_bfloat16(tmp_path, monkeypatch, capsys):
+    """Otherwise each cell would take hours, and `Launcher` would end it without figures."""
+    monkeypatch.setattr("benchmarks.train.__main__.product_flops", lambda _: 2e9)
+    monkeypatch.setattr("memascend.plan.hardware.product_flops", lambda _: 50e9)
+    words = ["--storage", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert main(words) == 1
+    assert "computes bfloat16 25 times slower than float32" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main([*words, "--parts", "kept-curves", "--json"]) == 0
+    assert main([*words, "--parts", "curves", "--dtype", "float32"]) == 1
+    assert "work only for the part cells" in capsys.readouterr().err
 
 
 def test_system_whose_losses_differ_gets_an_error_instead_of_figures():

@@ -13,9 +13,9 @@ __all__ = [
     "OVERFLOW_FACTOR",
     "WORKLOADS",
     "Workload",
+    "adapted",
     "configuration",
     "made",
-    "on_device",
     "prepared",
     "tokens",
     "workload",
@@ -100,12 +100,17 @@ def _named() -> dict[str, Workload]:
 WORKLOADS = _named()
 
 
-def on_device(work: Workload, device: str) -> Workload:
-    """Returns `work` for the device `device` ("cpu" or "cuda").
+def adapted(work: Workload, device: str, dtype: str) -> Workload:
+    """Returns `work` for the device `device` ("cpu" or "cuda"), and in `dtype` if `work` is in bfloat16.
 
-    If `work` is for another device, the new workload's name ends with `device`.
+    The new workload's name ends with what differs from `work`.
     """
-    return work if device == work.device else replace(work, device=device, name=f"{work.name}-{device}")
+    changes: dict[str, Any] = {}
+    if device != work.device:
+        changes["device"] = device
+    if work.dtype == "bfloat16" and dtype != work.dtype:
+        changes["dtype"] = dtype
+    return replace(work, name="-".join([work.name, *changes.values()]), **changes)
 
 
 def workload(values: dict[str, Any]) -> Workload:

@@ -115,7 +115,7 @@ def config(work: Workload, settings: dict[str, Any], storage: Path) -> dict[str,
         # With hysteresis 1, DeepSpeed halves the loss scale after each overflow, as memascend and `in_ram` do.
         scale = {"initial_scale_power": LOSS_SCALE_POWER, "hysteresis": 1, "loss_scale_window": 2000}
         described["fp16"] = {"enabled": True, **scale}
-    else:
+    elif work.dtype == "bfloat16":
         described["bf16"] = {"enabled": True}
     return described
 
