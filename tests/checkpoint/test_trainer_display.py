@@ -140,6 +140,21 @@ def test_a_forecast_has_the_seconds_of_the_updates(tmp_path, monkeypatch):
     assert forecast(trainer, own).seconds - quick >= 0.9e-3 * count
 
 
+def test_a_forecast_advises_float32_for_a_processor_without_units_for_bfloat16(tmp_path, monkeypatch):
+    trainer = made(tmp_path, data=rows())
+    trainer.model.bfloat16()
+    trainer.create_optimizer()
+    own = {"storage": str(tmp_path / "store")}
+    for fast, advice in (
+        (25, "; it computes bfloat16 25 times slower than float32, so use --dtype float32"),
+        (3, "50% of this processor's 2 GFLOPS"),
+    ):
+        for module in ("plan.hardware", "trainer.forecast"):
+            speeds = {"bfloat16": 2e9, "float32": fast * 2e9}
+            monkeypatch.setattr(f"memascend.{module}.product_flops", speeds.__getitem__)
+        assert forecast(trainer, own).assumed.endswith(advice)
+
+
 @pytest.mark.parametrize("kind", ["drawn", "list"])
 def test_forecast_draws_no_random_numbers(tmp_path, kind):
     """forecast() must not change the training, so it draws no random numbers and reads no data that draws them."""

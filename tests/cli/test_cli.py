@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.disks import command
 
 import memascend
@@ -33,6 +34,17 @@ def test_doctor_prints_one_screen(capsys):
     for subject in ("system", "processor", "memory", "memlock limit", "huge pages", "pinning", "torch", "triton"):
         assert subject in out
     assert len(out.splitlines()) < 50
+
+
+def test_doctor_advises_float32_for_a_processor_without_units_for_bfloat16(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for fast, says in ((25, True), (3, False)):
+        speeds = {"bfloat16": 2e9, "float32": fast * 2e9}
+        monkeypatch.setattr("memascend.plan.hardware.product_flops", speeds.__getitem__)
+        assert main(["doctor"]) == 0
+        out = capsys.readouterr().out
+        assert f"products take {fast} times as long as in float32" in out
+        assert ("`--dtype float32`" in out) == says
 
 
 class SlowVolume:

@@ -270,16 +270,26 @@ def test_without_a_gpu_this_processor_is_measured(capsys, config, monkeypatch):
     asked = []
     monkeypatch.setattr("memascend.plan.hardware.product_flops", lambda kind: asked.append(kind) or 2e6)
     found = answer(capsys, config, *SMALL)
-    assert asked == ["bfloat16"]
+    assert asked == ["bfloat16", "float32"]
     assert found["step"]["bound"] == "compute"
     # `plan` assumes that a step computes at half of the speed of a matrix product. The disk adds less than 1% to the
     # time.
     assert found["step"]["seconds_per_step"] == pytest.approx(found["torch"]["flops"] / 1e6, rel=0.01)
     assert found["processor_flops"] == 2e6
     assert main(["plan", str(config), *map(str, SMALL), "--dtype", "fp32"]) == 0
-    assert "assumed: 50% of its measured 0 GFLOPS" in (capsys.readouterr().out)
+    assert "assumed: 50% of its measured 0 GFLOPS)" in (capsys.readouterr().out)
     # If no GPU is found and `--gpu` is not given, `plan` does not know the speed of the GPU.
     assert "give --gpu G" in shown(capsys, config, *SMALL, "--device", "cuda")
+
+
+def test_plan_advises_float32_for_a_processor_without_units_for_bfloat16(capsys, config, monkeypatch):
+    advice = "; it computes bfloat16 25 times slower than float32, so use --dtype float32"
+    for fast, says in ((25, True), (3, False)):
+        speeds = {"bfloat16": 2e9, "float32": fast * 2e9}
+        monkeypatch.setattr("memascend.plan.hardware.product_flops", lambda kind, speeds=speeds: speeds[kind])
+        for words in ([], ["--verbose"], ["--dtype", "fp32"]):
+            assert main(["plan", str(config), *map(str, SMALL), *words]) == 0
+            assert (advice in capsys.readouterr().out) == (says and "fp32" not in words)
 
 
 def test_product_flops_measures_a_plausible_speed():

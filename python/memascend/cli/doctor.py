@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 
 _PROBE_BYTES = 8 << 20
+_NO_BFLOAT16 = (
+    "this processor has no units for bfloat16: without a GPU, train models in float32, with `--dtype float32` for "
+    "`memascend train`, or `dtype=torch.float32` for `from_pretrained()`"
+)
 
 
 def examine_registration() -> Finding:
@@ -118,10 +122,19 @@ def _regions() -> Iterator[Finding]:
 def _torch() -> Iterator[Finding]:
     import torch
 
+    from memascend.plan.hardware import SLOW, product_flops, slowdown
+
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield Finding(subject="torch", found=f"{torch.__version__}, {built}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         yield Finding(subject="GPU", found="none; models compute on the CPU")
+        times = slowdown("bfloat16", product_flops("bfloat16"))
+        yield Finding(
+            subject="bfloat16 on cpu",
+            found=f"products take {times:.2g} times as long as in float32",
+            verdict="fine" if times < SLOW else "slower",
+            advice="" if times < SLOW else _NO_BFLOAT16,
+        )
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

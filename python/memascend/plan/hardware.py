@@ -167,6 +167,24 @@ def has_device_file() -> bool:
 # `product_flops` multiplies square matrices of `_SIDE` rows for `_SECONDS` seconds. The products of a typical
 # transformer block have about this size.
 _SIDE, _SECONDS = 1024, 0.3
+# If products in a dtype take this many times the time of float32 products, users are told. Without units for bfloat16,
+# an AVX2 processor takes about 20 times as long in a forward, and 120 times in a backward.
+SLOW = 4
+
+
+def slowdown(dtype: str, flops: float) -> float:
+    """Measures how many times longer this processor takes for a matrix product in `dtype` than in float32.
+
+    `flops` is the result of `product_flops(dtype)`.
+    """
+    return 1.0 if dtype == "float32" else product_flops("float32") / flops
+
+
+def slowdown_in_words(dtype: str, times: float) -> str:
+    """Returns the end of a sentence about this processor, with advice for users; "" if `times` is less than `SLOW`."""
+    if times < SLOW:
+        return ""
+    return f"; it computes {dtype} {times:,.0f} times slower than float32, so use --dtype float32"
 
 
 def product_flops(dtype: str) -> float:

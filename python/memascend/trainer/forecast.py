@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.plan.cost import Work, assumed_host, fastest, seconds, update_seconds, ways
-from memascend.plan.hardware import ASSUMED_DRIVE, DRIVES, REACHED, gpu_here, product_flops
+from memascend.plan.hardware import ASSUMED_DRIVE, DRIVES, REACHED, gpu_here, product_flops, slowdown, slowdown_in_words
 from memascend.plan.options import Options
 from memascend.session.decide import planned
 
@@ -65,6 +65,7 @@ def _forecast(trainer: Any, options: Mapping[str, Any]) -> Forecast:
     elif on_host and dtype in ("bfloat16", "float16", "float32"):
         found = product_flops(dtype)
         speed, whose = found * REACHED, f"{REACHED:.0%} of this processor's {found / 1e9:,.0f} GFLOPS"
+        whose += slowdown_in_words(dtype, slowdown(dtype, found))
     length = _tokens_of_example(trainer)
     tokens = None if length is None else length * args.per_device_train_batch_size
     operations = 0.0 if tokens is None else tokens * _parameters_of_token(model)

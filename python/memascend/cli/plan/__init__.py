@@ -139,7 +139,7 @@ def ask(options: argparse.Namespace) -> Question:
     from memascend.cli.plan.machine import drive_at, machine_of, parse_drive, parse_gpu
     from memascend.cli.storage import require_usable
     from memascend.plan import decision
-    from memascend.plan.hardware import ASSUMED_DRIVE, gpu_here, has_device_file, product_flops
+    from memascend.plan.hardware import ASSUMED_DRIVE, gpu_here, has_device_file, product_flops, slowdown
     from memascend.plan.options import AUTO, Options
     from memascend.plan.spare import Spare
 
@@ -207,7 +207,8 @@ def ask(options: argparse.Namespace) -> Question:
         micro_batches=options.accumulation_steps,
     )
     if not isinstance(question.trace, str) and question.drive is not None and given.computes_on == "cpu":
-        question = replace(question, processor=product_flops(subject.dtype))
+        flops = product_flops(subject.dtype)
+        question = replace(question, processor=flops, slowdown=slowdown(subject.dtype, flops))
     return question
 
 

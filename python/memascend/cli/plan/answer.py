@@ -57,6 +57,7 @@ class Question:
     gpu: Gpu | None = None  # the GPU that computes; None: the CPU computes, or the GPU is not named
     # The operations per second that the CPU reaches in matrix products. None: not measured.
     processor: float | None = None
+    slowdown: float = 1.0  # how many times longer the CPU takes for products in the model's dtype than in float32
     # A function that measures this machine. It takes a plan and a format of the state, and returns the seconds of a
     # forward, the seconds of a backward, and the speeds of the host. None: there is no such measurement.
     measured: Callable[[Plan, str], tuple[float, float, Host]] | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memascend.cli.plan.answer import answer, beside, disk_seconds, forecast_of, moved, total
 from memascend.cli.storage import mount_point
 from memascend.plan.cost import seconds
-from memascend.plan.hardware import ENDURANCE_PER_TB, REACHED
+from memascend.plan.hardware import ENDURANCE_PER_TB, REACHED, slowdown_in_words
 from memascend.plan.options import AUTO
 from memascend.text import bytes_shown, counted, duration_shown, seconds_shown, size_option, table, terabytes_shown
 
@@ -99,10 +99,11 @@ def _bound(question: Question, found: Answer) -> str:
     if question.drive_assumed and question.drive is not None:
         assumed.append(f"a drive of {question.drive.read / 1e9:g} and {question.drive.write / 1e9:g} GB/s (--drive)")
     if question.gpu is not None:
-        slow = question.subject.dtype == "bfloat16" and not question.gpu.bf16
-        assumed.append(f"{REACHED:.0%} of the GPU's peak{_NO_BF16 if slow else ''}")
+        slow = _NO_BF16 if question.subject.dtype == "bfloat16" and not question.gpu.bf16 else ""
+        assumed.append(f"{REACHED:.0%} of the GPU's peak{slow}")
     elif question.processor is not None:
-        assumed.append(f"{REACHED:.0%} of its measured {question.processor / 1e9:,.0f} GFLOPS")
+        slow = slowdown_in_words(question.subject.dtype, question.slowdown)
+        assumed.append(f"{REACHED:.0%} of its measured {question.processor / 1e9:,.0f} GFLOPS{slow}")
     return f"{bound} (assumed: {' and '.join(assumed)})" if assumed else bound
 
 
@@ -443,7 +444,9 @@ def _assumed(question: Question) -> str:
         return f"; assumed: the {gpu.name} reaches {REACHED:.0%} of its {gpu.tflops:g} TFLOPS{slow}"
     if question.processor is not None:
         speed = f"{question.processor / 1e9:,.0f} GFLOPS"
-        return f"; no GPU: this processor computes; assumed: it reaches {REACHED:.0%} of the {speed} measured in {name}"
+        slow = slowdown_in_words(name, question.slowdown)
+        reached = f"assumed: it reaches {REACHED:.0%} of the {speed} measured in {name}{slow}"
+        return f"; no GPU: this processor computes; {reached}"
     return "; compute is measured on this processor, with the share of its cores that offloading takes"
 
 
