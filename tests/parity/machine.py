@@ -480,6 +480,7 @@ class Machine(RuleBasedStateMachine):
     @rule(where=st.sampled_from(("before", "after", "backward")), seed=SEEDS)
     def fail(self, where, seed):
         """Raises an exception of user code in a forward or a backward, and then drops all gradients."""
+        self.plain.computed = True
         for model, backward in ((self.model, self.optimizer.backward), (self.plain.model, self.plain.backward)):
             with failing(model.blocks[1], where):
                 backward(self.plain.setup.loss(model, seed))

@@ -109,8 +109,11 @@ class Recorder:
 class StageOrder:
     """The order of stages, merged from the paths of earlier micro-batches; a stage is one use of a unit."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Merges the paths of micro-batches. Units that a micro-batch skips, such as experts, are not in its path."""
+    def __init__(self, paths: Sequence[Path], late: Iterable[str] = ()) -> None:
+        """Merges the paths of micro-batches. Units that a micro-batch skips, such as experts, are not in its path.
+
+        `late`: names for the attribute `late`.
+        """
         self.units: list[int] = []
         distinct = Counter(tuple(path.units) for path in paths)
         for units in distinct:
@@ -118,6 +121,11 @@ class StageOrder:
         self._stages: dict[int, list[int]] = {}
         for stage, unit in enumerate(self.units):
             self._stages.setdefault(unit, []).append(stage)
+        in_all = Counter(self.units)
+        varied = {use for units in distinct for use, count in (in_all - Counter(units)).items() if count}
+        # The names of parameters whose gradients may arrive at any stage, because the micro-batches used the unit at
+        # different places, or not all of them used it.
+        self.late = set(late)
         # By parameter name: the last stage at which its gradient arrived.
         self.arrivals: dict[str, int] = {}
         # By use of a unit: the names of parameters whose gradients arrived during this use. By None: the names of
@@ -126,9 +134,20 @@ class StageOrder:
         for path in paths:
             stages = self._followed(path)
             for name, at in path.arrivals.items():
-                stage = stages[at] if at >= 0 else -1
-                self.brought.setdefault(path.units[at] if at >= 0 else None, set()).add(name)
+                stage, use = (stages[at], path.units[at]) if at >= 0 else (-1, None)
+                self.brought.setdefault(use, set()).add(name)
                 self.arrivals[name] = max(stage, self.arrivals.get(name, -1))
+                if use in varied:
+                    self.late.add(name)
+
+    def expect_late(self, name: str) -> None:
+        """Expects the gradient of `name`, and gradients that arrived during the same use of a unit, at any stage."""
+        self.late.add(name)
+        self.late.update(*(names for names in self.brought.values() if name in names))
+
+    def last_stage(self, name: str) -> int:
+        """Returns the stage after which no part of a gradient arrives; one after the last if parts arrive at any."""
+        return len(self.units) if name in self.late else self.arrivals.get(name, len(self.units))
 
     def next_stage(self, unit: int, stage: int) -> int | None:
         """Returns the next stage after `stage` that uses `unit`, or None if no recorded path has such a stage."""

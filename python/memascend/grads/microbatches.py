@@ -77,13 +77,6 @@ class _Sum:
         return values
 
 
-def _other_order(name: str) -> UsageError:
-    return UsageError(
-        f"a gradient of {name!r} arrived later or more often than in earlier calls of accumulate(), so its sum would "
-        "have other bits: nothing of the step is kept; compute the step again with accumulate(..., by_layer=False)"
-    )
-
-
 @dataclass(eq=False)
 class PartialSums:
     """Sums the gradients of one `accumulate()` call. Delivers each sum once no micro-batch can add to this sum."""
@@ -141,13 +134,24 @@ class PartialSums:
     def require_open(self, gradient: Gradient) -> None:
         """Raises UsageError for a part of a gradient whose sum is complete already."""
         if self.baton.here is not None and gradient.name in self._done:
-            raise _other_order(gradient.name)
+            raise self._other_order(gradient.name)
+
+    def _other_order(self, name: str) -> UsageError:
+        """Returns the error for a part that came out of order. In later calls, the sum waits for all micro-batches."""
+        self.course.expect_late(name)
+        return UsageError(
+            f"a gradient of {name!r} arrived later or more often than in earlier calls of accumulate(), so its sum "
+            "would have other bits: nothing of the step is kept. Compute the step again; its sum then waits for all "
+            "micro-batches. If the error comes again, pass by_layer=False to accumulate()"
+        )
 
     def _add_part(self, gradient: Gradient, own: MicroBatch, values: torch.Tensor) -> None:
         name = gradient.name
         found = self._sum_of(gradient, own)
-        if name in self._done or own.index in found.came:
-            raise _other_order(name)
+        # A part of a later micro-batch, once it is added, cannot be taken out of the sum again.
+        added = found.came - found.early.keys()
+        if name in self._done or own.index in found.came or any(index > own.index for index in added):
+            raise self._other_order(name)
         if name not in self._open:
             self._open[name] = found
             self._due.setdefault(found.stage, []).append(name)
@@ -175,7 +179,7 @@ class PartialSums:
     def _sum_of(self, gradient: Gradient, own: MicroBatch) -> _Sum:
         """Returns the open sum to which micro-batch `own` adds its part; a new sum if none is open."""
         found = self._open.get(gradient.name)
-        return found or _Sum(gradient, max(self.course.arrivals.get(gradient.name, -1), int(own.stage)))
+        return found or _Sum(gradient, max(self.course.last_stage(gradient.name), int(own.stage)))
 
     def _make_room(self) -> None:
         """Moves sums, but no waiting parts, to storage until both together are within the limit.
@@ -480,7 +484,7 @@ class Accumulation:
         backwards.note_ended(len(batches))
         if baton.left_known_order:
             before = Path(self._course.units, self._course.arrivals)
-            self._course = StageOrder([before, *(one.path for one in baton.micro_batches)])
+            self._course = StageOrder([before, *(one.path for one in baton.micro_batches)], self._course.late)
         self._generators.load(baton.micro_batches[-1].states)
         return [one.result for one in baton.micro_batches]
 
