@@ -32,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
 ]
 
+# The oldest versions of TRL have a loss that `trace()` cannot trace.
+HAS_CHUNKED_LOSS = hasattr(trl.trainer.utils, "add_fused_lm_head")
 ANSWERS = ["yes", "no, it is not", "the model learns", "It is a test.", "no"]
 CHATS = [
     {
@@ -384,11 +386,12 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(folder, capsys, monkeypat
     assert plans[0] != plans[1] == plans[2]
     assert "Host memory:" in plans[0]
     says = r"in addition, torch takes [\d.]+ MiB for a micro-batch of \d+ x [\d,]+ tokens with a chunked loss"
-    assert re.search(says, plans[0])
+    assert re.search(says if HAS_CHUNKED_LOSS else "torch's memory is not known", plans[0])
     assert plans[0].endswith("this was a dry run: nothing was changed\n")
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "model", "rows.jsonl"]
 
 
+@pytest.mark.skipif(not HAS_CHUNKED_LOSS, reason="the loss of this version of TRL cannot be traced")
 @pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_predicted_peak_memory_matches_the_memory_of_the_trainers_loss(folder, kind):
     """Compares the trace with the bytes that the profiler counts. As in real models, the vocabulary is large."""
