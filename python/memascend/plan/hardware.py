@@ -168,7 +168,7 @@ def has_device_file() -> bool:
 # transformer block have about this size.
 _SIDE, _SECONDS = 1024, 0.3
 # If products in a dtype take this many times the time of float32 products, users are told. Without units for bfloat16,
-# an AVX2 processor takes about 20 times as long in a forward, and 120 times in a backward.
+# an AVX2 processor takes about 7 times as long in a forward, and 120 times in a backward.
 SLOW = 4
 
 
