@@ -63,7 +63,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="the device that computes (cpu)")
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="the dtype of models, but of those in fp16"
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="the dtype of all models but those in fp16 (bfloat16)",
     )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, metavar="NAME", help="systems, instead of all")
     parser.add_argument(

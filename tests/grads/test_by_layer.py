@@ -173,7 +173,7 @@ def trained_by_routes(folder, make, *, by_layer, **options):
         return everything(model, optimizer), failures
 
 
-@pytest.mark.parametrize("budget", ["smallest", None])
+@pytest.mark.parametrize("budget", ["smallest", pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("make", "may_fail"), [(lambda: Skipping(6), False), (lambda: Experts(6), True)])
 def test_micro_batches_may_use_any_blocks_in_any_order(tmp_path, make, may_fail, budget):
     """A block that some micro-batches skip is no error. An order that was never shown fails at most once a block."""

@@ -122,7 +122,7 @@ class StageOrder:
         for stage, unit in enumerate(self.units):
             self._stages.setdefault(unit, []).append(stage)
         in_all = Counter(self.units)
-        varied = {use for units in distinct for use, count in (in_all - Counter(units)).items() if count}
+        varied = {use for units in distinct for use in in_all - Counter(units)}
         # The names of parameters whose gradients may arrive at any stage, because the micro-batches used the unit at
         # different places, or not all of them used it.
         self.late = set(late)
