@@ -19,13 +19,16 @@ from memascend import UsageError
 DOORS = r"optimizer\.edit\(parameter\) or memascend\.materialized\(model, modify=True\), or by model\.load_state_dict"
 
 
+@pytest.mark.parametrize("durability", ["step", "none"])
 @pytest.mark.parametrize("write", WRITES)
-def test_direct_write_to_a_weight_is_rejected_and_changes_nothing(training, write):
+def test_direct_write_to_a_weight_is_rejected_and_changes_nothing(training, write, durability):
     """A write that torch dispatches to the parameter raises at once; after any other write, the next forward raises.
 
-    `parity.machine` tests such writes in all modes of `gradients`.
+    With durability="none", only RAM has the weight's values. `parity.machine` tests such writes in all modes of
+    `gradients`.
     """
-    model, offloaded = training(units=2)
+    model, offloaded = training(units=2, durability=durability)
+    assert offloaded.plan.ram_tier
     expected = values(model)
     if write in AT_ONCE:
         with pytest.raises(UsageError, match=rf"'0\.weight' is offloaded and cannot be .*{DOORS}"):

@@ -229,7 +229,7 @@ def _borrow(
             # On a device, a result with a graph may share the units' memory: the device may have no room for a copy of
             # the values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
-    # `func` may have written in place although `_written` did not expect a write: relu(inplace=True) does so.
+    # `func` may have written in place although `_written` did not expect a write: embedding(max_norm=1.0) does so.
     # `find_written` has then evicted the bytes, and the error below names the parameter.
     written = source.units.forget_written(before)
     if written:
@@ -254,17 +254,28 @@ def _call_on_copies(
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
     """Returns the parameters that `func` writes to: in `out=`, and in its first argument if `func` works in place."""
     written = placeholders_in(kwargs.get("out"))
-    if is_in_place(func):
+    if _is_in_place(func) or _is_asked_in_place(func, args, kwargs):
         written += placeholders_in(args[0] if args else kwargs)
     return written
 
 
-def is_in_place(func: Callable[..., Any]) -> bool:
+def _is_in_place(func: Callable[..., Any]) -> bool:
     """True if a function of torch writes to its first argument, judged by its name."""
-    name = getattr(func, "__name__", "")
+    # An operator's name has its overload, as in "add_.Tensor".
+    name = getattr(func, "__name__", "").partition(".")[0]
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__index__", "__int__", "__invert__", "__iter__")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_asked_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if `func` has the parameter `inplace`, as `torch.nn.functional.relu` does, and this call sets it."""
+    code = getattr(func, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    if "inplace" not in names:
+        return False
+    position = names.index("inplace")
+    return bool(args[position] if len(args) > position else kwargs.get("inplace"))
 
 
 # The code of `nn.Parameter(p)`, which calls `p.detach()`.
