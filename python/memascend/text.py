@@ -110,12 +110,16 @@ def seconds_shown(seconds: float) -> str:
 
 def duration_shown(seconds: float) -> str:
     """Formats a duration roughly, in minutes, hours or days; below a minute as `seconds_shown` does."""
-    hours = seconds / 3600
     if seconds < 60:
         return seconds_shown(seconds)
+    hours = seconds / 3600
     if hours < 1:
-        return f"{seconds / 60:,.2g} minutes"
-    return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours:,.2g} hours" if hours < 10 else f"{hours:,.0f} hours"
+        number, unit = f"{seconds / 60:,.2g}", "minute"
+    elif hours < 240:
+        number, unit = f"{hours:,.2g}" if hours < 10 else f"{hours:,.0f}", "hour"
+    else:
+        number, unit = f"{hours / 24:,.0f}", "day"
+    return f"{number} {unit}{'' if number == '1' else 's'}"
 
 
 def terabytes_shown(nbytes: int) -> str:

@@ -66,7 +66,7 @@ def test_each_log_line_without_a_progress_bar_gets_a_line_of_figures(tmp_path, c
     started(tmp_path, end=7)
     lines = [line for line in shown(capsys) if line.startswith("memascend: step")]
     drive = r"drive [\d.]+ GB/s, waited for it \d+% of the time"
-    figures = rf"[\d.]+ m?s a step, [\d,]+ tokens/s, {drive}, [\d.]+ (m?s|minutes) left"
+    figures = rf"[\d.]+ m?s a step, [\d,]+ tokens/s, {drive}, [\d.]+ (m?s|minutes?) left"
     assert len(lines) == 2
     for line, step in zip(lines, (3, 6), strict=True):
         assert re.fullmatch(rf"memascend: step {step} of {STEPS}: {figures}", line), line

@@ -23,7 +23,16 @@ from memascend.cli.store import _groups
 from memascend.cli.train.arguments import OFFLOAD, parse, require_model
 from memascend.errors import MemascendError
 from memascend.plan.options import parse_bytes
-from memascend.text import bytes_shown, counted, listed, seconds_shown, size_option, table, terabytes_shown
+from memascend.text import (
+    bytes_shown,
+    counted,
+    duration_shown,
+    listed,
+    seconds_shown,
+    size_option,
+    table,
+    terabytes_shown,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -260,6 +269,22 @@ def test_size_option_rounds_up_or_down_by_at_most_1_percent():
 )
 def test_seconds_shown_picks_the_unit_that_fits(seconds, shown):
     assert seconds_shown(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (59, "59 s"),
+        (61, "1 minute"),
+        (90, "1.5 minutes"),
+        (3_600, "1 hour"),
+        (8_000, "2.2 hours"),
+        (50_000, "14 hours"),
+        (900_000, "10 days"),
+    ],
+)
+def test_durations_are_shown_roughly(seconds, shown):
+    assert duration_shown(seconds) == shown
 
 
 @pytest.mark.parametrize(
