@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.bits import same_states
-from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, values
+from support.chains import WIDTH, batch, chain, loss_of, offloaded, require_same, twins, values
 from support.checkpointed import OwnCheckpoint
 
 import memascend
@@ -133,6 +133,24 @@ def test_gradients_of_a_failed_backward_are_never_used(tmp_path, gradients):
             loss_of(model, 2).backward()
         optimizer.zero_grad()
         assert same_states(values(model), before)
+
+
+@pytest.mark.parametrize("gradients", ["fused", "ssd", "ram", "auto"])
+def test_step_uses_the_callers_gradients_again_only_after_a_change(tmp_path, gradients):
+    plain, theirs, model, optimizer = twins(tmp_path, gradients)
+    with optimizer:
+        for parameter in (*plain.parameters(), *model.parameters()):
+            parameter.grad = torch.ones_like(parameter)
+        theirs.step()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"step\(\) was called again"):
+            optimizer.step()
+        require_same(plain, model)
+        for of in (plain, model):
+            torch.nn.utils.clip_grad_norm_(of.parameters(), 1e-3)
+        theirs.step()
+        optimizer.step()
+        require_same(plain, model)
 
 
 def test_declared_last_backward_rejects_a_second_part_of_a_gradient(tmp_path):
