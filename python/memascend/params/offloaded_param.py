@@ -229,7 +229,7 @@ def _borrow(
             # On a device, a result with a graph may share the units' memory: the device may have no room for a copy of
             # the values.
             found = found if tracked and places[0].device.type != "cpu" else _NOTHING
-    # `func` may have written in place although `_written` did not expect a write: embedding(max_norm=1.0) does so.
+    # `func` may have written in place although `_written` did not expect a write, as a custom operator may do.
     # `find_written` has then evicted the bytes, and the error below names the parameter.
     written = source.units.forget_written(before)
     if written:
